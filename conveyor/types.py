@@ -1,0 +1,153 @@
+"""The records that travel through the pipeline, one frozen type per arrow.
+
+    Prompt ──▶ Rollout ──▶ Scored ──▶ TrainBatch
+     data      workers/     workers/    models/ + algorithms/
+               rollout      score
+
+A record describes **one** sample and holds unpadded tensors; padding exists only inside
+`TrainBatch`, the tensor form of the samples that one train rank computes on at once.
+
+Shape letters: R = response tokens of one sample, B = samples in a batch, T = longest
+prompt + response of the batch, S = longest response of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: the model ended by itself (EOS or a stop string). `length`: cut at the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the prompt dataset, tokenised. Its samples form a group.
+
+    Example: `Prompt(index=12, row=2, token_ids=(1, 40, 41), text="2+2=", columns={"answer": "4"})`
+    is the thirteenth prompt of the run, made from row 2 of the file in its second epoch.
+    """
+
+    index: int
+    """Place in the prompt order of the whole run (all epochs): the group's only name."""
+    row: int
+    """0-based row of the dataset, for messages."""
+    token_ids: tuple[int, ...]
+    text: str
+    """The prompt as text, before the chat template when the row held plain text."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The prompt as chat messages, when the row held messages."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row; reaches reward functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleId:
+    """Names a sample for the whole run. Orders by prompt, then by sample: the *prompt order*."""
+
+    group: int
+    """`Prompt.index`"""
+    sample: int
+    """0 … n_samples_per_prompt − 1"""
+
+    def __lt__(self, other: SampleId) -> bool:
+        return (self.group, self.sample) < (other.group, other.sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled response."""
+
+    prompt: Prompt
+    sample: int
+    response_ids: Tensor
+    """int64 [R], R ≥ 1. Holds the EOS token if and only if the model emitted one."""
+    logprobs: Tensor
+    """float32 [R]: behaviour log-probabilities, of the distribution sampled from."""
+    versions: Tensor
+    """int32 [R]: the policy version that sampled each token."""
+    finish_reason: FinishReason
+    text: str
+    """The response as text, special tokens skipped."""
+
+    @property
+    def id(self) -> SampleId:
+        return SampleId(self.prompt.index, self.sample)
+
+    @property
+    def truncated(self) -> bool:
+        """Cut by max_response_length: its last token is not an end."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class PartialScores:
+    """What one score part (a set of roles on one device group) adds to the samples of a
+    micro-batch; every tuple has one entry per sample, in the micro-batch's order."""
+
+    rewards: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Reward name → one number a sample; None = the reward does not apply to that sample."""
+    reference_logprobs: tuple[Tensor, ...] | None = None
+    """float32 [R] each: log-probabilities under the reference model."""
+    old_logprobs: tuple[Tensor, ...] | None = None
+    """float32 [R] each: log-probabilities under the policy snapshot."""
+    values: tuple[Tensor, ...] | None = None
+    """float32 [R] each: V(state before token t) under the critic snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A rollout with everything the score stage knows of it."""
+
+    rollout: Rollout
+    rewards: Mapping[str, float | None]
+    reference_logprobs: Tensor | None = None
+    """float32 [R]"""
+    old_logprobs: Tensor | None = None
+    """float32 [R]; None: the trainer's own log-probs of the same pass are the old ones."""
+    values: Tensor | None = None
+    """float32 [R]; None: the trainer's own values of the same pass are the old ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The samples of one forward and backward on one train rank, padded on the right.
+
+    Prompt and response stand joined in `input_ids`; everything with a meaning per response
+    token is in *response space* [B, S]: column t belongs to the t-th response token.
+    """
+
+    input_ids: Tensor
+    """int64 [B, T]"""
+    attention_mask: Tensor
+    """int64 [B, T]: 1 for prompt and response tokens, 0 for padding."""
+    prompt_lengths: Tensor
+    """int64 [B]"""
+    response_mask: Tensor
+    """bool [B, S]: True for response tokens that exist."""
+    loss_mask: Tensor
+    """bool [B, S]: True for tokens that enter the loss (⊆ response_mask)."""
+    rollout_logprobs: Tensor
+    """float32 [B, S], 0 where masked (so are all below)."""
+    token_rewards: Tensor
+    """float32 [B, S]: the reward of each token, terminal score and KL penalty included."""
+    versions: Tensor
+    """int32 [B, S]"""
+    reference_logprobs: Tensor | None = None
+    """float32 [B, S]"""
+    old_logprobs: Tensor | None = None
+    """float32 [B, S]"""
+    values: Tensor | None = None
+    """float32 [B, S]"""
+
+    @property
+    def response_ids(self) -> Tensor:
+        """int64 [B, S]: the response tokens, 0 where masked."""
+        width = self.response_mask.shape[1]
+        columns = self.prompt_lengths[:, None] + torch.arange(width, device=self.input_ids.device)
+        ids = self.input_ids.gather(1, columns.clamp(max=self.input_ids.shape[1] - 1))
+        return ids.masked_fill(~self.response_mask, 0)
