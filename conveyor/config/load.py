@@ -1,0 +1,93 @@
+"""From a recipe file and `--dotted.key value` pairs to a checked recipe, or one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from conveyor.config.recipe import METHOD_DEFAULTS, METHODS, RECIPE, OfflineRecipe, OnlineRecipe
+
+
+class UserError(Exception):
+    """Bad input: shown as one line, exit status 2. The text names the key, file or row."""
+
+
+def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> OnlineRecipe | OfflineRecipe:
+    """Read a YAML recipe, lay the overrides over it, check it.
+
+    Raises:
+        UserError: the file is missing or no YAML mapping, a key is unknown, a value has the wrong
+            type or range, or two sections contradict each other.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such recipe file")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: a recipe is a mapping of keys, this is {'empty' if raw is None else 'not one'}")
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    return parse_recipe(raw, source=str(path))
+
+
+def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> OnlineRecipe | OfflineRecipe:
+    """Check a recipe given as a plain mapping (see `load_recipe`)."""
+    method = raw.get("method")
+    if method not in METHODS:
+        raise UserError(f"{source}: method: {'missing' if method is None else repr(method)}; one of {', '.join(METHODS)}")
+    try:
+        return RECIPE.validate_python(_merge(METHOD_DEFAULTS.get(method, {}), raw))
+    except ValidationError as error:
+        raise UserError(f"{source}: {_one_line(error)}") from None
+
+
+def _one_line(error: ValidationError) -> str:
+    first, more = error.errors()[0], error.error_count() - 1
+    # The first place is the union's tag (the method), which users never wrote.
+    key = ".".join(str(part) for part in first["loc"][1:])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+    elif first["type"] == "missing":
+        message = "missing"
+    elif first["type"] != "value_error":
+        message = f"{message} (got {first['input']!r})"
+    return (f"{key}: " if key else "") + message + (f" (and {more} more)" if more else "")
+
+
+def _set(raw: dict[str, Any], dotted: str, text: str) -> None:
+    *parents, last = dotted.split(".")
+    place: Any = raw
+    for depth, name in enumerate(parents):
+        if isinstance(place, list) and name.isdigit() and int(name) < len(place):
+            place = place[int(name)]
+            continue
+        if not isinstance(place, dict):
+            raise UserError(f"--{dotted}: {'.'.join(parents[:depth])} is not a section")
+        if place.get(name) is None:
+            place[name] = {}
+        place = place[name]
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
+        place[int(last)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
+        raise UserError(f"--{dotted}: {'.'.join(parents)} is not a section")
+
+
+def _merge(defaults: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(defaults)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
