@@ -52,7 +52,6 @@ class OnlineRecipe(Common):
     rollout: sections.Rollout = sections.Rollout()
     algorithm: sections.Algorithm = sections.Algorithm()
     pipeline: sections.Pipeline = sections.Pipeline()
-    evaluate: sections.Evaluate = sections.Evaluate()
 
     @property
     def uses_critic(self) -> bool:

@@ -123,10 +123,6 @@ class Checkpoint(Section):
     resume: bool = Field(False, description="go on from the newest checkpoint in output_dir")
 
 
-class Evaluate(Section):
-    every: PositiveInt | None = Field(None, description="steps between evaluations of data.eval_path; default: none")
-
-
 class Ray(Section):
     address: str | None = Field(None, description="cluster to join; default: RAY_ADDRESS, else a local one")
     object_store_gib: PositiveFloat | None = Field(None, description="object store of a local Ray; default: 0.5 on CPU, Ray's own on GPU")
