@@ -1,0 +1,186 @@
+"""The small records workers send the driver. Free of Ray, vLLM and DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from conveyor.algorithms.metrics import Metrics
+from conveyor.types import SampleId
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MicroBatchKey:
+    """Names a micro-batch: the `number`-th of the `update`-th base update of a step.
+
+    With several passes over a step, update u of pass p trains the same micro-batches again.
+    """
+
+    step: int
+    update: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a worker was busy with a call: seconds of its own `time.time()`."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Where a worker runs."""
+
+    worker: str
+    node: str
+    pid: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDone:
+    """A sample has left an engine; its Rollout follows in the same stream."""
+
+    id: SampleId
+    tokens: int
+    truncated: bool
+    oldest_version: int
+    newest_version: int
+    span: Span
+    """From admission to the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreReport:
+    span: Span
+    timeouts: int = 0
+    """Samples whose reward function ran out of time."""
+    errors: int = 0
+    """Samples whose reward function raised, where the recipe says skip."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReport:
+    """What the driver knows of a prepared sample: enough for group baselines and metrics."""
+
+    id: SampleId
+    rewards: Mapping[str, float | None]
+    score: float | None
+    """Weighted sum of the rewards that apply, penalties included, KL not; None: none applies,
+    so the sample is left out of loss and baseline."""
+    outcome: float | None
+    """`score` plus the sequence's KL penalty when that is in the reward."""
+    kl: float | None
+    """Sum over tokens of log π − log π_ref (k1), under the sampling policy."""
+    response_length: int
+    loss_tokens: int
+    truncated: bool
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, sum and sum of squares of the advantages of tokens in the loss."""
+
+    count: float
+    total: float
+    squares: float
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareReport:
+    """One rank's share of a micro-batch is ready to train."""
+
+    key: MicroBatchKey
+    samples: tuple[SampleReport, ...]
+    moments: Moments | None
+    """Only where advantages are token-wise (GAE) and whitened over the update."""
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateContext:
+    """What a micro-batch needs from beyond itself: made by the driver from `SampleReport`s."""
+
+    outcome_advantages: Mapping[SampleId, float] | None = None
+    """Group estimators: one advantage a sample, the same for each of its tokens."""
+    whiten: tuple[float, float] | None = None
+    """(mean, standard deviation) over the update, applied to every advantage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """Counts over the whole update and all ranks, applied once, just before the optimizer step."""
+
+    tokens: int
+    """Tokens in the loss."""
+    sequences: int
+    """Sequences with at least one token in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    metrics: Metrics
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step of one model."""
+
+    grad_norm: float
+    """Before clipping, of the mean gradient."""
+    lr: float
+    skipped: bool = False
+    """The update had nothing in its loss (or its gradient was not finite); weights are unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimReport:
+    steps: Mapping[str, StepReport]
+    """Role → its optimizer step."""
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Weights of one version, in the object store."""
+
+    version: int
+    role: str
+    buckets: tuple[Any, ...]
+    """Object references, each to a dict name → array."""
+    checksums: Mapping[str, str] | None
+    nbytes: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class InstallReport:
+    version: int
+    nbytes: int
+    span: Span
+    mismatched: tuple[str, ...] = ()
+    """Tensors whose checksum differs from the publisher's (only looked at with verify_sync)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A line of samples.jsonl."""
+
+    id: SampleId
+    prompt: str
+    response: str
+    rewards: Mapping[str, float | None]
+    score: float | None
+    advantage: float | None
+    """Mean over the response's tokens, as it entered the loss."""
+    version: int
+    finish_reason: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
