@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -126,14 +126,23 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
     algorithm, rollout, train, pipeline = recipe.algorithm, recipe.rollout, recipe.train, recipe.pipeline
     n = rollout.n_samples_per_prompt
     if algorithm.advantage_estimator in GROUP_ESTIMATORS and n == 1:
-        found.append(("rollout.n_samples_per_prompt", f"{algorithm.advantage_estimator} compares the samples of a group, so it needs 2 or more"))
+        found.append(
+            ("rollout.n_samples_per_prompt", f"{algorithm.advantage_estimator} compares the samples of a group, so it needs 2 or more")
+        )
     if rollout.top_p < 1 or rollout.top_k not in (-1, 0):
         key = "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k"
-        found.append((key, "a truncated distribution was sampled, but the trainer computes log-probs of the full one: the ratio would be wrong; use 1.0 / -1"))
+        found.append(
+            (
+                key,
+                "samples would come from a truncated distribution, but the trainer computes log-probs of the full one; use 1.0 and -1",
+            )
+        )
     if recipe.samples_per_update % n:
         found.append(("train.train_batch_size", f"must be a multiple of rollout.n_samples_per_prompt ({n}), so that groups stay whole"))
     if recipe.samples_per_update > recipe.samples_per_step:
-        found.append(("train.train_batch_size", f"{recipe.samples_per_update} samples are more than a step has ({recipe.samples_per_step})"))
+        found.append(
+            ("train.train_batch_size", f"{recipe.samples_per_update} samples are more than a step has ({recipe.samples_per_step})")
+        )
     if recipe.samples_per_step % recipe.samples_per_update:
         found.append(("train.train_batch_size", f"must divide the {recipe.samples_per_step} samples of a step"))
     if n > rollout.max_concurrent_requests:
@@ -166,6 +175,6 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
     return found
 
 
-Recipe = Annotated[Union[OnlineRecipe, OfflineRecipe], Field(discriminator="method")]
+Recipe = Annotated[OnlineRecipe | OfflineRecipe, Field(discriminator="method")]
 RECIPE: TypeAdapter[OnlineRecipe | OfflineRecipe] = TypeAdapter(Recipe)
 METHODS = ("sft", "reward_model", "ppo", "grpo")

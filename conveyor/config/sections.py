@@ -77,8 +77,9 @@ class Algorithm(Section):
     update_epochs: PositiveInt = Field(1, description="passes over a step's samples")
     mask_truncated: bool = Field(False, description="leave samples cut at max_response_length out of the loss")
     missing_eos_penalty: float = Field(0.0, ge=0, description="taken from the reward of a truncated sample")
-    importance_cap: float | None = Field(None, gt=0, description="C of the truncated weight exp(old − rollout log-prob); "
-                                         "default: off at staleness 0, 2.0 above")
+    importance_cap: float | None = Field(
+        None, gt=0, description="C of the truncated weight exp(old − rollout log-prob); default: off at staleness 0, 2.0 above"
+    )
 
 
 class Train(Section):
@@ -103,8 +104,7 @@ class Pipeline(Section):
     max_staleness: int = Field(0, ge=0, description="0: on-policy; k: sampling may run k steps ahead")
     micro_batch_size: PositiveInt = Field(8, description="samples in the unit that moves between stages, over all train ranks")
     order: Literal["prompt", "completion"] = Field("prompt", description="order in which micro-batches of an update are trained")
-    in_flight_update: bool = Field(True, description="staleness ≥ 1: engines keep their requests through an install; "
-                                   "off: they drain first")
+    in_flight_update: bool = Field(True, description="staleness ≥ 1: engines keep their requests through an install; off: they drain first")
     verify_sync: bool = Field(False, description="compare a checksum per tensor on both sides of every sync")
 
 

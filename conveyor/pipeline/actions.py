@@ -1,0 +1,119 @@
+"""What the scheduler says (actions) and hears (events). Plain values: they can be logged, compared
+and replayed, and mean the same to the executor on Ray and to the simulator on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conveyor.types import SampleId
+from conveyor.workers.reports import MicroBatchKey
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Sample a group on an engine. Answered by one `SampleFinished` for each of its samples."""
+
+    engine: int
+    group: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Run a score part on a micro-batch."""
+
+    part: int
+    worker: int
+    key: MicroBatchKey
+    samples: tuple[SampleId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Give a scored micro-batch to the ranks of a train group. Needs no device, so it may be
+    sent while they train."""
+
+    train_group: int
+    key: MicroBatchKey
+    samples: tuple[SampleId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Forward and backward over a prepared micro-batch."""
+
+    train_group: int
+    key: MicroBatchKey
+    update: int
+    """Number of the update within the step, counting all passes."""
+    last: bool
+    """The last micro-batch of its update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step."""
+
+    train_group: int
+    step: int
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Gather the trained weights as version `version`."""
+
+    train_group: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Save the state after `step` steps."""
+
+    train_group: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A step's samples are no longer needed: free them, write their rows."""
+
+    train_group: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstallEngine:
+    engine: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstallSnapshot:
+    """Load a version into the snapshots of a worker of a score part."""
+
+    part: int
+    worker: int
+    version: int
+
+
+Action = Admit | Score | Prepare | Train | Update | Publish | Checkpoint | Finish | InstallEngine | InstallSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFinished:
+    engine: int
+    id: SampleId
+    oldest_version: int
+    """Version that sampled its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Any action but `Admit` has been carried out."""
+
+    action: Action
+
+
+Event = SampleFinished | Done

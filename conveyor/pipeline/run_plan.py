@@ -1,0 +1,115 @@
+"""The fixed facts a schedule rests on: how large steps are, what runs where, what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from conveyor.config.recipe import GROUP_ESTIMATORS, OnlineRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePart:
+    """Score roles of one device group that are computed in one task."""
+
+    group: str
+    roles: tuple[str, ...]
+    versioned: bool
+    """Holds snapshots: step s is scored with version s exactly, the policy its training starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGroup:
+    """Trained roles of one device group; its ranks work as one."""
+
+    group: str
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Everything the scheduler needs to know. Sizes are in samples unless they say groups."""
+
+    step_groups: tuple[int, ...]
+    """Prompt groups of each step; group indices run through all steps."""
+    samples_per_group: int
+    samples_per_update: int
+    micro_batch_size: int
+    update_epochs: int = 1
+    engines: int = 1
+    engine_slots: int = 64
+    """Samples an engine holds at a time."""
+    rollout_group: str = "rollout"
+    parts: tuple[ScorePart, ...] = (ScorePart("score", ("reward",), False),)
+    part_workers: tuple[int, ...] = (1,)
+    """Workers of each part's device group; parts of one group share them."""
+    train_groups: tuple[TrainGroup, ...] = (TrainGroup("train", ("actor",)),)
+    overlap: bool = True
+    max_staleness: int = 0
+    order: Literal["prompt", "completion"] = "prompt"
+    in_flight_update: bool = True
+    waits_for_group: bool = False
+    """Advantages compare the samples of a group."""
+    waits_for_update: bool = False
+    """Advantages are whitened over the update."""
+    start_step: int = 0
+    initial_sync: bool = False
+    """Publish the trainer's weights before the first rollout (after a resume, and for snapshots)."""
+    checkpoint_every: int | None = None
+
+    def resource(self, group: str) -> str:
+        """What tasks on a device group exclude one another by: without overlap, everything."""
+        return group if self.overlap else "*"
+
+
+def run_plan(recipe: OnlineRecipe, step_groups: Sequence[int], slots: dict[str, int], start_step: int = 0) -> RunPlan:
+    """The plan of a recipe on device groups with the given numbers of workers."""
+    parts = score_parts(recipe)
+    trained = train_groups(recipe)
+    engines = max(1, slots[recipe.role_group("rollout")] // recipe.rollout.tensor_parallel_size)
+    return RunPlan(
+        step_groups=tuple(step_groups),
+        samples_per_group=recipe.rollout.n_samples_per_prompt,
+        samples_per_update=recipe.samples_per_update,
+        micro_batch_size=recipe.pipeline.micro_batch_size,
+        update_epochs=recipe.algorithm.update_epochs,
+        engines=engines,
+        engine_slots=recipe.rollout.max_concurrent_requests,
+        rollout_group=recipe.role_group("rollout"),
+        parts=parts,
+        part_workers=tuple(slots[part.group] for part in parts),
+        train_groups=trained,
+        overlap=recipe.pipeline.overlap,
+        max_staleness=recipe.pipeline.max_staleness,
+        order=recipe.pipeline.order,
+        in_flight_update=recipe.pipeline.in_flight_update,
+        waits_for_group=recipe.algorithm.advantage_estimator in GROUP_ESTIMATORS,
+        waits_for_update=recipe.needs_barrier,
+        start_step=start_step,
+        initial_sync=start_step > 0 or bool(recipe.snapshot_roles),
+        checkpoint_every=recipe.checkpoint.every,
+    )
+
+
+def score_parts(recipe: OnlineRecipe) -> tuple[ScorePart, ...]:
+    """One part a device group; with staleness, snapshots stand apart so that rewards need not wait for them."""
+    split = recipe.pipeline.max_staleness > 0
+    parts: dict[tuple[str, bool], list[str]] = {}
+    for role in (*recipe.score_roles, *recipe.snapshot_roles):
+        snapshot = role in recipe.snapshot_roles
+        parts.setdefault((recipe.role_group(role), snapshot and split), []).append(role)
+    return tuple(
+        ScorePart(group, tuple(roles), versioned=any(role in recipe.snapshot_roles for role in roles))
+        for (group, _), roles in sorted(parts.items())
+    )
+
+
+def train_groups(recipe: OnlineRecipe) -> tuple[TrainGroup, ...]:
+    """The actor's group first; the critic's, when it is another."""
+    actor = recipe.role_group("actor")
+    if not recipe.uses_critic:
+        return (TrainGroup(actor, ("actor",)),)
+    if not recipe.critic_apart:
+        return (TrainGroup(actor, ("actor", "critic")),)
+    return (TrainGroup(actor, ("actor",)), TrainGroup(recipe.role_group("critic"), ("critic",)))

@@ -1,0 +1,97 @@
+"""The line of work of one train group: micro-batches, updates, and what closes a step. Pure.
+
+    Train … Train ─▶ Update ─▶ (next update or pass) … ─▶ Publish ─▶ Checkpoint? ─▶ Finish ─▶ next step
+
+The ranks of a train group work as one, so exactly one of its tasks runs at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from conveyor.pipeline.actions import Action, Checkpoint, Finish, Prepare, Publish, Train, Update
+from conveyor.pipeline.batching import UpdateBatcher
+from conveyor.pipeline.run_plan import RunPlan
+from conveyor.types import SampleId
+from conveyor.workers.reports import MicroBatchKey
+
+
+class TrainLine:
+    """Where a train group stands: `step`, `update` (counting all passes) and what it has prepared."""
+
+    def __init__(self, plan: RunPlan, number: int) -> None:
+        self.plan, self.number = plan, number
+        self.step = plan.start_step
+        self.update = 0
+        self.busy = False
+        self._closing: list[Action] = [Publish(number, plan.start_step)] if plan.initial_sync else []
+        self._trained: set[int] = set()
+        self._prepared: dict[MicroBatchKey, tuple[SampleId, ...]] = {}
+        self._prepared_in_group: Counter[int] = Counter()
+        self._prepared_in_update: Counter[tuple[int, int]] = Counter()
+
+    def due(self, updates: tuple[UpdateBatcher, ...] | None) -> Action | None:
+        """The next task, if it may start now. `updates`: those of `self.step`, None before it is opened."""
+        if self.busy:
+            return None
+        if self._closing:
+            return self._closing[0]
+        if updates is None:
+            return None
+        batcher = updates[self.update % len(updates)]
+        if len(self._trained) == batcher.count:
+            return Update(self.number, self.step, self.update)
+        return self._next_train(batcher)
+
+    def _next_train(self, batcher: UpdateBatcher) -> Train | None:
+        if self.plan.waits_for_update and self._prepared_in_update[self.step, batcher.update] < batcher.count:
+            return None
+        # Prompt order: the one whose turn it is, or none. Completion order: the first that can.
+        numbers = (len(self._trained),) if self.plan.order == "prompt" else range(batcher.count)
+        for number in numbers:
+            key = MicroBatchKey(self.step, batcher.update, number)
+            if number not in self._trained and self._can_train(key):
+                return Train(self.number, key, self.update, last=len(self._trained) == batcher.count - 1)
+        return None
+
+    def _can_train(self, key: MicroBatchKey) -> bool:
+        samples = self._prepared.get(key)
+        if samples is None:
+            return False
+        whole = self.plan.samples_per_group
+        return not self.plan.waits_for_group or all(self._prepared_in_group[sample.group] == whole for sample in samples)
+
+    def done(self, action: Action, updates_in_step: int) -> None:
+        """Note that a task of this group has ended."""
+        if isinstance(action, Prepare):
+            self._prepared[action.key] = action.samples
+            self._prepared_in_group.update(sample.group for sample in action.samples)
+            self._prepared_in_update[action.key.step, action.key.update] += 1
+            return
+        self.busy = False
+        match action:
+            case Train(_, key, _, _):
+                self._trained.add(key.number)
+            case Update():
+                self._trained.clear()
+                self.update += 1
+                if self.update == self.plan.update_epochs * updates_in_step:
+                    self._closing = self._close()
+            case Publish() | Checkpoint():
+                self._closing.pop(0)
+            case Finish():
+                self._closing.pop(0)
+                self._forget(self.step)
+                self.step, self.update = self.step + 1, 0
+
+    def _close(self) -> list[Action]:
+        done, every = self.step + 1, self.plan.checkpoint_every
+        due = every is not None and (done % every == 0 or done == len(self.plan.step_groups))
+        save: list[Action] = [Checkpoint(self.number, done)] if due else []
+        return [Publish(self.number, done), *save, Finish(self.number, self.step)]
+
+    def _forget(self, step: int) -> None:
+        for key in [key for key in self._prepared if key.step == step]:
+            for sample in self._prepared.pop(key):
+                self._prepared_in_group.pop(sample.group, None)
+            self._prepared_in_update.pop((key.step, key.update), None)

@@ -1,0 +1,248 @@
+"""Invariants of the scheduler under any plan and any order of events."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conveyor.pipeline.actions import Admit, Done, InstallEngine, InstallSnapshot, Prepare, Publish, SampleFinished, Score, Train, Update
+from conveyor.pipeline.run_plan import RunPlan, ScorePart, TrainGroup
+from conveyor.pipeline.scheduler import Scheduler
+from conveyor.types import SampleId
+
+
+class World:
+    """Carries actions out in an order that `choose` picks, and checks what must hold at every moment."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.scheduler = Scheduler(plan)
+        self.pending: list[object] = []  # events that could happen next
+        self.log: list[object] = []
+        first = plan.start_step - 1 if plan.initial_sync else plan.start_step
+        self.engine_version = [first] * plan.engines
+        self.engine_load = [0] * plan.engines
+        self.snapshots: dict[tuple[int, int], int] = {}
+        self.trained: Counter[tuple[int, int, SampleId]] = Counter()
+        self.weights = [plan.start_step * 1000] * len(plan.train_groups)  # changes with every update
+        self.stage_on: dict[str, Counter[str]] = {}
+
+    def run(self, choose) -> None:
+        self._take(self.scheduler.actions())
+        while not self.scheduler.finished:
+            assert self.pending, "deadlock: nothing is running and the run is not finished"
+            event = self.pending.pop(choose(len(self.pending)))
+            self._happen(event)
+            self.scheduler.handle(event)
+            self._take(self.scheduler.actions())
+        assert not self.pending
+        assert self.scheduler.actions() == []
+
+    def _take(self, actions) -> None:
+        for action in actions:
+            self.log.append(action)
+            self._occupy(action, +1)
+            match action:
+                case Admit(engine, group, step):
+                    assert 0 <= step - self.engine_version[engine] <= self.plan.max_staleness
+                    self.engine_load[engine] += self.plan.samples_per_group
+                    assert self.engine_load[engine] <= self.plan.engine_slots
+                    for sample in range(self.plan.samples_per_group):
+                        self.pending.append(SampleFinished(engine, SampleId(group, sample), self.engine_version[engine]))
+                    continue
+                case InstallEngine(engine, _):
+                    if not self.plan.in_flight_update:
+                        assert self.engine_load[engine] == 0
+                case Score(part, worker, key, _):
+                    if self.plan.parts[part].versioned:
+                        assert self.snapshots.get((part, worker), self.plan.start_step) == key.step
+                case Train(number, key, update, _):
+                    assert self.weights[number] % 1000 == update and self.weights[number] // 1000 == key.step
+            self.pending.append(Done(action))
+
+    def _happen(self, event) -> None:
+        match event:
+            case SampleFinished(engine, _, _):
+                self.engine_load[engine] -= 1
+                if self.engine_load[engine] % self.plan.samples_per_group == 0:
+                    pass
+            case Done(InstallEngine(engine, version)):
+                self.engine_version[engine] = version
+            case Done(InstallSnapshot(part, worker, version)):
+                self.snapshots[part, worker] = version
+            case Done(Train(number, key, update, _)):
+                for sample in self._samples(key):
+                    self.trained[number, update, sample] += 1
+            case Done(Update(number, _, _)):
+                self.weights[number] += 1
+            case Done(Publish(number, version)):
+                self.weights[number] = version * 1000
+        if isinstance(event, Done):
+            self._occupy(event.action, -1)
+
+    def _samples(self, key):
+        return next(action.samples for action in self.log if isinstance(action, Prepare) and action.key == key)
+
+    def _occupy(self, action, change: int) -> None:
+        """Only one stage at a time on a resource (samples occupy until their group is done: checked by load)."""
+        if isinstance(action, (Admit, InstallEngine, Prepare)):
+            return
+        group = (
+            self.plan.parts[action.part].group
+            if isinstance(action, (Score, InstallSnapshot))
+            else self.plan.train_groups[action.train_group].group
+        )
+        stages = self.stage_on.setdefault(self.plan.resource(group), Counter())
+        stages["score" if isinstance(action, (Score, InstallSnapshot)) else "train"] += change
+        assert sum(count > 0 for count in stages.values()) <= 1
+        if self.plan.resource(group) == self.plan.resource(self.plan.rollout_group) and change > 0:
+            assert not any(self.engine_load), "engines are sampling on the same group"
+
+
+@st.composite
+def plans(draw) -> RunPlan:
+    n = draw(st.sampled_from([1, 2, 3]))
+    groups_per_update = draw(st.integers(1, 3))
+    updates = draw(st.integers(1, 3))
+    whole = groups_per_update * updates
+    steps = draw(st.lists(st.sampled_from([whole, whole, max(1, whole - 1)]), min_size=1, max_size=4))
+    parts, workers = [ScorePart("score", ("reward",), False)], [draw(st.integers(1, 2))]
+    several = updates > 1 or draw(st.booleans())
+    staleness = draw(st.integers(0, 2))
+    if several:
+        parts.append(ScorePart("score", ("policy_snapshot",), True))
+        workers.append(workers[0])
+    if draw(st.booleans()):
+        parts.append(ScorePart("other", ("judge",), False))
+        workers.append(1)
+    merged = draw(st.sampled_from(["apart", "score+train", "all"]))
+    name = {"apart": {}, "score+train": {"score": "train"}, "all": {"score": "train", "rollout": "train"}}[merged]
+    parts = [ScorePart(name.get(part.group, part.group), part.roles, part.versioned) for part in parts]
+    apart = draw(st.booleans()) and several
+    return RunPlan(
+        step_groups=tuple(steps),
+        samples_per_group=n,
+        samples_per_update=groups_per_update * n,
+        micro_batch_size=draw(st.integers(1, groups_per_update * n)),
+        update_epochs=draw(st.integers(1, 2)) if several else 1,
+        engines=draw(st.integers(1, 2)),
+        engine_slots=draw(st.integers(n, 4 * n)),
+        rollout_group=name.get("rollout", "rollout"),
+        parts=tuple(parts),
+        part_workers=tuple(workers),
+        train_groups=(TrainGroup("train", ("actor",)), TrainGroup("critic", ("critic",))) if apart else (TrainGroup("train", ("actor",)),),
+        overlap=draw(st.booleans()),
+        max_staleness=staleness,
+        order=draw(st.sampled_from(["prompt", "completion"])),
+        in_flight_update=draw(st.booleans()),
+        waits_for_group=n > 1 and draw(st.booleans()),
+        waits_for_update=several and draw(st.booleans()),
+        start_step=draw(st.integers(0, len(steps) - 1)),
+        initial_sync=several,
+        checkpoint_every=draw(st.sampled_from([None, 1, 2])),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(plan=plans(), data=st.data())
+def test_every_sample_is_trained_once_a_pass_within_the_staleness_bound(plan: RunPlan, data) -> None:
+    world = World(plan)
+    world.run(lambda n: data.draw(st.integers(0, n - 1)) if n > 1 else 0)
+    first = sum(plan.step_groups[: plan.start_step])
+    expected = {SampleId(group, k) for group in range(first, sum(plan.step_groups)) for k in range(plan.samples_per_group)}
+    for number in range(len(plan.train_groups)):
+        seen = Counter(sample for (line, _, sample), count in world.trained.items() if line == number for _ in range(count))
+        assert set(seen) == expected
+        assert set(seen.values()) == {plan.update_epochs}
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans(), seed=st.integers(0, 1 << 30))
+def test_the_same_events_give_the_same_actions(plan: RunPlan, seed: int) -> None:
+    import random
+
+    logs = []
+    for _ in range(2):
+        world, rng = World(plan), random.Random(seed)
+        world.run(rng.randrange)
+        logs.append(world.log)
+    assert logs[0] == logs[1]
+
+
+def _train_order(plan: RunPlan, seed: int) -> list[tuple[SampleId, ...]]:
+    import random
+
+    world = World(plan)
+    world.run(random.Random(seed).randrange)
+    return [world._samples(action.key) for action in world.log if isinstance(action, Train)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_prompt_order_trains_the_same_micro_batches_whatever_arrives_first(overlap: bool) -> None:
+    plan = RunPlan(step_groups=(4, 4, 3), samples_per_group=2, samples_per_update=4, micro_batch_size=3, overlap=overlap,
+                   parts=(ScorePart("score", ("r",), True),), initial_sync=True)  # fmt: skip
+    orders = {tuple(_train_order(plan, seed)) for seed in range(10)}
+    assert len(orders) == 1
+    assert [len(samples) for samples in orders.pop()] == [3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 2]
+
+
+def test_completion_order_keeps_the_samples_of_an_update() -> None:
+    plan = RunPlan(step_groups=(4,), samples_per_group=2, samples_per_update=4, micro_batch_size=2, order="completion",
+                   parts=(ScorePart("score", ("r",), True),), initial_sync=True)  # fmt: skip
+    for seed in range(20):
+        order = _train_order(plan, seed)
+        assert {s for samples in order[:2] for s in samples} == {SampleId(g, k) for g in (0, 1) for k in (0, 1)}
+        assert {s for samples in order[2:] for s in samples} == {SampleId(g, k) for g in (2, 3) for k in (0, 1)}
+
+
+def test_overlap_trains_before_the_last_sample_is_in_and_no_overlap_never() -> None:
+    for overlap in (True, False):
+        plan = RunPlan(step_groups=(4,), samples_per_group=1, samples_per_update=4, micro_batch_size=1, overlap=overlap)
+        world = World(plan)
+        # First come, first done, but the last sample is held back as long as anything else can happen.
+        world.run(lambda n, w=world: next((i for i in range(n) if not _is_last(w.pending[i])), 0))
+        trains = [i for i, action in enumerate(world.log) if isinstance(action, Train)]
+        assert (len([i for i in trains]) == 4) and _trained_before_last(world) == (3 if overlap else 0)
+
+
+def _is_last(event: object) -> bool:
+    return isinstance(event, SampleFinished) and event.id.group == 3
+
+
+def _trained_before_last(world: World) -> int:
+    score_of_last = next(i for i, a in enumerate(world.log) if isinstance(a, Score) and SampleId(3, 0) in a.samples)
+    return sum(isinstance(action, Train) for action in world.log[:score_of_last])
+
+
+def test_staleness_one_admits_the_next_step_before_this_one_is_trained() -> None:
+    plan = RunPlan(step_groups=(2, 2, 2), samples_per_group=1, samples_per_update=2, micro_batch_size=2, max_staleness=1, engine_slots=8)
+    admitted = [action.group for action in Scheduler(plan).actions() if isinstance(action, Admit)]
+    assert admitted == [0, 1, 2, 3]
+
+
+def test_on_policy_admits_only_its_own_step() -> None:
+    plan = RunPlan(step_groups=(2, 2), samples_per_group=1, samples_per_update=2, micro_batch_size=2, engine_slots=8)
+    assert [action.group for action in Scheduler(plan).actions() if isinstance(action, Admit)] == [0, 1]
+
+
+def test_a_sample_from_the_wrong_engine_or_too_stale_is_refused() -> None:
+    plan = RunPlan(step_groups=(2, 2), samples_per_group=1, samples_per_update=2, micro_batch_size=2, engines=2, engine_slots=1)
+    scheduler = Scheduler(plan)
+    scheduler.actions()
+    with pytest.raises(AssertionError, match="does not hold"):
+        scheduler.handle(SampleFinished(1, SampleId(0, 0), 0))
+    with pytest.raises(AssertionError, match="staleness"):
+        scheduler.handle(SampleFinished(0, SampleId(0, 0), -1))
+
+
+def test_two_thousand_micro_batches_a_second() -> None:
+    """Well above it on any machine: guards against scans that grow with the step."""
+    import time
+
+    plan = RunPlan(step_groups=(2000,), samples_per_group=1, samples_per_update=2000, micro_batch_size=1, engine_slots=64)
+    world = World(plan)
+    world._samples = lambda key: ()  # its search would be timed instead
+    started = time.perf_counter()
+    world.run(lambda n: 0)
+    assert time.perf_counter() - started < 10
