@@ -24,6 +24,7 @@ METHOD_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 class Common(Section):
     seed: int = Field(0, description="of everything random: order, sampling, initial heads")
     output_dir: str = Field(description="the run's folder")
+    overwrite: bool = Field(False, description="replace a run that output_dir already holds")
     model: sections.Model
     data: sections.Data
     train: sections.Train = sections.Train()

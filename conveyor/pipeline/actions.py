@@ -44,6 +44,7 @@ class Train:
 
     train_group: int
     key: MicroBatchKey
+    samples: tuple[SampleId, ...]
     update: int
     """Number of the update within the step, counting all passes."""
     last: bool
@@ -57,6 +58,9 @@ class Update:
     train_group: int
     step: int
     update: int
+    """Counting all passes."""
+    base: int
+    """The same within one pass: which samples it is over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class TrainLine:
             return None
         batcher = updates[self.update % len(updates)]
         if len(self._trained) == batcher.count:
-            return Update(self.number, self.step, self.update)
+            return Update(self.number, self.step, self.update, batcher.update)
         return self._next_train(batcher)
 
     def _next_train(self, batcher: UpdateBatcher) -> Train | None:
@@ -50,14 +50,12 @@ class TrainLine:
         numbers = (len(self._trained),) if self.plan.order == "prompt" else range(batcher.count)
         for number in numbers:
             key = MicroBatchKey(self.step, batcher.update, number)
-            if number not in self._trained and self._can_train(key):
-                return Train(self.number, key, self.update, last=len(self._trained) == batcher.count - 1)
+            samples = self._prepared.get(key)
+            if samples is not None and number not in self._trained and self._groups_prepared(samples):
+                return Train(self.number, key, samples, self.update, last=len(self._trained) == batcher.count - 1)
         return None
 
-    def _can_train(self, key: MicroBatchKey) -> bool:
-        samples = self._prepared.get(key)
-        if samples is None:
-            return False
+    def _groups_prepared(self, samples: tuple[SampleId, ...]) -> bool:
         whole = self.plan.samples_per_group
         return not self.plan.waits_for_group or all(self._prepared_in_group[sample.group] == whole for sample in samples)
 
@@ -70,7 +68,7 @@ class TrainLine:
             return
         self.busy = False
         match action:
-            case Train(_, key, _, _):
+            case Train(_, key, _, _, _):
                 self._trained.add(key.number)
             case Update():
                 self._trained.clear()

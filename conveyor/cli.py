@@ -1,0 +1,104 @@
+"""`conveyor COMMAND`: the command line. Bad input is one line and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, load_recipe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    parser = _parser()
+    known, rest = parser.parse_known_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("conveyor").setLevel(logging.INFO)
+    try:
+        return int(known.run(known, rest))
+    except UserError as error:
+        print(f"conveyor: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("conveyor: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="conveyor", description="RLHF whose stages work at the same time.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    quickstart = commands.add_parser("quickstart", help="build a tiny model and make it better by RLHF, in minutes on two cores")
+    quickstart.add_argument("--output-dir", default="runs/quickstart", help="default: %(default)s")
+    quickstart.set_defaults(run=_quickstart)
+    train = commands.add_parser("train", help="train by a recipe", epilog="Any key of the recipe may be set: --train.steps 3")
+    train.add_argument("recipe", help="YAML file")
+    train.set_defaults(run=_train)
+    check = commands.add_parser("check", help="check a recipe, its files, rows and devices without training")
+    check.add_argument("recipe", help="YAML file")
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
+    _overrides(rest, allowed=False)
+    from conveyor.quickstart.run import quickstart
+
+    return quickstart(known.output_dir)
+
+
+def _train(known: argparse.Namespace, rest: list[str]) -> int:
+    recipe = _load(known, rest)
+    if isinstance(recipe, OnlineRecipe):
+        from conveyor.pipeline.loop import run_online
+
+        run_online(recipe)
+    else:
+        from conveyor.offline.run import run_offline
+
+        run_offline(recipe)
+    print(f"{recipe.output_dir}/model")
+    return 0
+
+
+def _check(known: argparse.Namespace, rest: list[str]) -> int:
+    recipe = _load(known, rest)
+    if isinstance(recipe, OnlineRecipe):
+        from conveyor.checks import check_online
+        from conveyor.workers.placement import check_devices
+
+        order = check_online(recipe)
+        check_devices(recipe)
+        print(f"{known.recipe}: {recipe.method}, {len(order)} steps: sound")
+    else:
+        from conveyor.offline.run import check_offline
+
+        check_offline(recipe)
+        print(f"{known.recipe}: {recipe.method}: sound")
+    return 0
+
+
+def _load(known: argparse.Namespace, rest: list[str]) -> OnlineRecipe | OfflineRecipe:
+    return load_recipe(known.recipe, _overrides(rest))
+
+
+def _overrides(rest: list[str], allowed: bool = True) -> dict[str, str]:
+    """`--dotted.key value` and `--dotted.key=value` pairs."""
+    found: dict[str, str] = {}
+    words = iter(rest)
+    for word in words:
+        if not allowed or not word.startswith("--"):
+            raise UserError(f"{word}: unknown argument")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise UserError(f"--{key}: needs a value")
+            value = following
+        found[key] = value
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

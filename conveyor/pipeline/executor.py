@@ -1,0 +1,209 @@
+"""Carries the scheduler's actions out on Ray actors.
+
+    Scheduler ── actions ──▶ one asyncio task each ──▶ Ray actor ── report ──▶ event ──▶ Scheduler
+
+The executor decides nothing: what may start, and when, is the scheduler's. Every report becomes an
+event for the scheduler, a line in the books (`ledger.py`) and one in the record of the run
+(`recorder.py`). An exception of any worker ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from conveyor.data.prompts import PromptOrder
+from conveyor.pipeline.actions import (
+    Action,
+    Admit,
+    Checkpoint,
+    Done,
+    Event,
+    Finish,
+    InstallEngine,
+    InstallSnapshot,
+    Prepare,
+    Publish,
+    SampleFinished,
+    Score,
+    Train,
+    Update,
+)
+from conveyor.pipeline.ledger import Ledger
+from conveyor.pipeline.recorder import Recorder
+from conveyor.pipeline.scheduler import Scheduler
+from conveyor.run_folder import RunFolder
+from conveyor.types import Prompt
+from conveyor.workers.reports import MicroBatchKey, Publication
+from conveyor.workers.start import Workers
+
+SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic"}
+
+
+class SyncError(RuntimeError):
+    """`verify_sync` found a tensor that differs from what the trainer published."""
+
+
+class Executor:
+    """One run of a scheduler on a set of workers. `await run()` once."""
+
+    def __init__(self, scheduler: Scheduler, workers: Workers, order: PromptOrder, recorder: Recorder, folder: RunFolder) -> None:
+        self.scheduler, self.workers, self.order, self.recorder, self.folder = scheduler, workers, order, recorder, folder
+        self.plan = scheduler.plan
+        self.recipe = recorder.recipe
+        self.ledger = Ledger(self.recipe)
+        self._prompts: dict[int, Prompt] = {}
+        self._holders: dict[MicroBatchKey, int] = {}
+        self._publications: dict[str, Publication] = {}
+        self._checkpointed: Counter[int] = Counter()
+        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._carry_out: dict[type, Callable[[Any], Awaitable[None]]] = {
+            Admit: self._admit,
+            Score: self._score,
+            Prepare: self._prepare,
+            Train: self._train,
+            Update: self._update,
+            Publish: self._publish,
+            InstallEngine: self._install_engine,
+            InstallSnapshot: self._install_snapshot,
+            Checkpoint: self._checkpoint,
+            Finish: self._finish,
+        }
+
+    async def run(self) -> None:
+        """Until every step is trained. Raises the first exception of any worker."""
+        for number in range(self.plan.engines):
+            self._spawn(self._listen(number))
+        try:
+            self._launch()
+            while not self.scheduler.finished:
+                event = await self._events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                self.scheduler.handle(event)
+                self._launch()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def _launch(self) -> None:
+        for action in self.scheduler.actions():
+            self._spawn(self._run_one(action))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_one(self, action: Action) -> None:
+        try:
+            await self._carry_out[type(action)](action)
+        except Exception as error:
+            self._events.put_nowait(error)
+        else:
+            if not isinstance(action, Admit):
+                self._events.put_nowait(Done(action))
+
+    # ── rollout ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _admit(self, action: Admit) -> None:
+        if action.group not in self._prompts:
+            self._prompts |= {prompt.index: prompt for prompt in self.order[action.step]}
+        self.recorder.step_started(action.step)
+        await self.workers.engines[action.engine].submit.remote(self._prompts.pop(action.group), self.plan.samples_per_group)
+
+    async def _listen(self, number: int) -> None:
+        """Samples leave an engine as they finish: a small report, then the reference of the rollout."""
+        try:
+            stream = self.workers.engines[number].stream.remote()
+            async for reference in stream:
+                done = await reference
+                self.ledger.add_rollout(done.id, await anext(stream))
+                self.recorder.sample(number, done)
+                self._events.put_nowait(SampleFinished(number, done.id, done.oldest_version))
+            raise RuntimeError(f"rollout engine {number} ended its stream before the run was over")
+        except Exception as error:
+            self._events.put_nowait(error)
+
+    # ── score ────────────────────────────────────────────────────────────────────────────────────
+
+    async def _score(self, action: Score) -> None:
+        part = self.plan.parts[action.part]
+        worker = self.workers.scorers[part.group][action.worker]
+        rollouts = self.ledger.rollouts(action.samples)
+        report, scores = worker.score.options(num_returns=2).remote(part.roles, rollouts)
+        self.ledger.add_score(action.key, action.part, scores)
+        self.recorder.scored(part, action.worker, action.key, await report)
+
+    # ── train ────────────────────────────────────────────────────────────────────────────────────
+
+    async def _on_ranks(self, train_group: int, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every rank of a train group; their answers in rank order."""
+        calls = [getattr(rank, method).remote(*arguments) for rank in self.workers.trainers[train_group]]
+        return list(await asyncio.gather(*calls))
+
+    async def _prepare(self, action: Prepare) -> None:
+        rollouts, scores = self.ledger.rollouts(action.samples), self.ledger.scores(action.key)
+        reports = await self._on_ranks(action.train_group, "prepare", action.key, rollouts, scores)
+        self.ledger.add_reports(action.train_group, reports)
+        self.recorder.prepared(action.train_group, action.key, reports)
+        self._holders[action.key] = self._holders.get(action.key, 0) + 1
+        if self._holders[action.key] == len(self.plan.train_groups):
+            del self._holders[action.key]
+            self.ledger.release(action.key, action.samples)
+
+    async def _train(self, action: Train) -> None:
+        context = self.ledger.context(action.train_group, action.key, action.samples)
+        reports = await self._on_ranks(action.train_group, "forward_backward", action.key, context, action.last)
+        self.recorder.trained(action.train_group, action.key, reports)
+
+    async def _update(self, action: Update) -> None:
+        denominators = self.ledger.denominators(action.train_group, action.step, action.base)
+        reports = await self._on_ranks(action.train_group, "optim_step", denominators)
+        self.recorder.updated(action.train_group, action.step, reports)
+
+    async def _finish(self, action: Finish) -> None:
+        rows = await self._on_ranks(action.train_group, "finish_step", action.step)
+        samples = self.ledger.finish_step(action.train_group, action.step)
+        if action.train_group == 0:
+            self.recorder.finish_step(action.step, samples, [row for of_rank in rows for row in of_rank])
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _publish(self, action: Publish) -> None:
+        wanted = {"actor", *(SNAPSHOT_OF[role] for role in self.recipe.snapshot_roles)}
+        for role in self.plan.train_groups[action.train_group].roles:
+            if role in wanted:
+                publication = (await self._on_ranks(action.train_group, "publish", action.version, role))[0]
+                self._publications[role] = publication
+                self.recorder.published(action.train_group, publication)
+
+    async def _install_engine(self, action: InstallEngine) -> None:
+        report = await self.workers.engines[action.engine].install.remote(self._publications["actor"])
+        self._verify(f"rollout engine {action.engine}", report.mismatched)
+        self.recorder.installed(self.plan.rollout_group, "rollout", action.engine, report)
+
+    async def _install_snapshot(self, action: InstallSnapshot) -> None:
+        part = self.plan.parts[action.part]
+        worker = self.workers.scorers[part.group][action.worker]
+        for role in part.roles:
+            if role in SNAPSHOT_OF:
+                report = await worker.install.remote(role, self._publications[SNAPSHOT_OF[role]])
+                self._verify(f"{role} on {part.group} {action.worker}", report.mismatched)
+                self.recorder.installed(part.group, role, action.worker, report)
+
+    def _verify(self, where: str, mismatched: tuple[str, ...]) -> None:
+        if mismatched:
+            names = ", ".join(mismatched[:5]) + (f" and {len(mismatched) - 5} more" if len(mismatched) > 5 else "")
+            raise SyncError(f"verify_sync: {where} holds other weights than the trainer published: {names}")
+
+    async def _checkpoint(self, action: Checkpoint) -> None:
+        """Train groups write into one folder, which takes its name when the last is done."""
+        aside = self.folder.begin_checkpoint(action.step)
+        await self._on_ranks(action.train_group, "save_checkpoint", str(aside))
+        self._checkpointed[action.step] += 1
+        if self._checkpointed[action.step] == len(self.plan.train_groups):
+            self.folder.commit_checkpoint(action.step, self.recipe.checkpoint.keep)

@@ -1,0 +1,73 @@
+"""The main loop of the methods that sample. Everything of a run, on one screen.
+
+check ─▶ place ─▶ start workers ─▶ run the schedule ─▶ save the model
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+from conveyor.checks import check_online
+from conveyor.config import OnlineRecipe
+from conveyor.pipeline.executor import Executor
+from conveyor.pipeline.recorder import Recorder
+from conveyor.pipeline.run_plan import RunPlan, run_plan
+from conveyor.pipeline.scheduler import Scheduler
+from conveyor.report.progress import RunProgress
+from conveyor.run_folder import RunFolder, complete_or_absent
+from conveyor.workers.placement import Placement, connect, default_devices
+from conveyor.workers.start import Workers, start_workers
+
+
+def run_online(recipe: OnlineRecipe) -> dict[str, Any]:
+    """Train by a recipe; returns the last step's metrics.
+
+    Raises:
+        UserError: bad settings, data or devices; before any model is loaded.
+    """
+    order = check_online(recipe)
+    started_ray = connect(recipe.ray, recipe.telemetry)
+    try:
+        devices = recipe.devices or default_devices(recipe)
+        size = recipe.rollout.tensor_parallel_size
+        with Placement.create(
+            devices, recipe.ray, telemetry=recipe.telemetry, devices_per_worker={recipe.role_group("rollout"): size}
+        ) as placement:
+            return _run_placed(recipe, order, placement)
+    finally:
+        if started_ray:
+            ray.shutdown()
+
+
+def _run_placed(recipe: OnlineRecipe, order: Any, placement: Placement) -> dict[str, Any]:
+    folder = RunFolder.open(recipe)
+    checkpoint = folder.newest_checkpoint() if recipe.checkpoint.resume else None
+    step_groups = [len(order[step]) for step in range(len(order))]
+    slots = {group: placement.slots(group) for group in placement.devices}
+    plan = run_plan(recipe, step_groups, slots, start_step=checkpoint[0] if checkpoint else 0)
+    workers = start_workers(recipe, placement, [(group.group, group.roles) for group in plan.train_groups], _total_updates(plan))
+    with RunProgress(recipe.method, total=len(order), done=plan.start_step) as progress:
+        workers.ready(progress.ready)
+        if checkpoint:
+            _on_every_rank(workers, "load_checkpoint", str(checkpoint[1]))
+        recorder = Recorder(recipe, plan, folder, progress.step)
+        try:
+            if plan.start_step < len(order):
+                asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder).run())
+        finally:
+            recorder.close()
+    with complete_or_absent(folder.model) as aside:
+        _on_every_rank(workers, "save_model", str(aside))
+    return recorder.last_row
+
+
+def _total_updates(plan: RunPlan) -> int:
+    per_step = (-(-groups * plan.samples_per_group // plan.samples_per_update) for groups in plan.step_groups)
+    return plan.update_epochs * sum(per_step)
+
+
+def _on_every_rank(workers: Workers, method: str, *arguments: Any) -> None:
+    ray.get([getattr(rank, method).remote(*arguments) for ranks in workers.trainers for rank in ranks])

@@ -1,0 +1,188 @@
+"""The record of a run: every report becomes events, and at a step's end a line of metrics.
+
+The executor reports what happened; names, units and files (design: a run's folder) are decided here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from conveyor.algorithms.metrics import Mean, Metrics, merge
+from conveyor.config import OnlineRecipe
+from conveyor.pipeline.run_plan import RunPlan, ScorePart
+from conveyor.report.events import Event, EventLog
+from conveyor.report.progress import MetricsLog
+from conveyor.report.timeline import Bound, busy_bound, step_idle
+from conveyor.run_folder import RunFolder
+from conveyor.workers.reports import (
+    InstallReport,
+    MicroBatchKey,
+    OptimReport,
+    PrepareReport,
+    Publication,
+    SampleDone,
+    SampleReport,
+    SampleRow,
+    ScoreReport,
+    Span,
+    TrainReport,
+)
+
+
+class Recorder:
+    """Writes events.jsonl, samples.jsonl and metrics.jsonl; calls `on_step(row)` for each finished step."""
+
+    def __init__(self, recipe: OnlineRecipe, plan: RunPlan, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:
+        self.recipe, self.plan, self.on_step = recipe, plan, on_step
+        self._zero = time.time()
+        self._events = EventLog(folder.events)
+        self._metrics = MetricsLog(folder.metrics)
+        self._samples_file = folder.samples.open("a", encoding="utf-8")
+        self._recent: list[Event] = []
+        self._train_metrics: dict[int, list[Metrics]] = defaultdict(list)
+        self._optim: dict[int, list[OptimReport]] = defaultdict(list)
+        self._failures: dict[int, Metrics] = defaultdict(dict)
+        self._window_start: float | None = None
+        self.last_row: dict[str, Any] = {}
+
+    def close(self) -> None:
+        self._events.close()
+        self._samples_file.close()
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
+
+    def _event(
+        self, group: str, worker: str, role: str, task: str, span: Span, *, step: int, micro_batch: int | None = None, version: int
+    ) -> None:
+        start, end = span.start - self._zero, span.end - self._zero
+        event = Event(group, worker, role, task, step, micro_batch, version, start, end)
+        self._recent.append(event)
+        self._events.append(event)
+
+    def step_started(self, step: int) -> None:
+        """A step's first prompt was admitted. The first step's clock starts here, later ones' where the last ended."""
+        if self._window_start is None:
+            self._window_start = time.time() - self._zero
+
+    def sample(self, engine: int, done: SampleDone) -> None:
+        step = self._step_of(done.id.group)
+        group = self.plan.rollout_group
+        self._event(group, f"rollout {engine}", "rollout", "rollout", done.span, step=step, version=done.newest_version)
+
+    def scored(self, part: ScorePart, worker: int, key: MicroBatchKey, report: ScoreReport) -> None:
+        name, roles = f"score {part.group} {worker}", "+".join(part.roles)
+        self._event(part.group, name, roles, "score", report.span, step=key.step, micro_batch=self._number(key), version=key.step)
+        failures: Metrics = {"reward/timeouts": Mean(report.timeouts, 1), "reward/errors": Mean(report.errors, 1)}
+        self._failures[key.step] = merge([self._failures[key.step], failures])
+
+    def prepared(self, train_group: int, key: MicroBatchKey, reports: Sequence[PrepareReport]) -> None:
+        self._on_ranks(train_group, "prepare", key.step, [report.span for report in reports], self._number(key))
+
+    def trained(self, train_group: int, key: MicroBatchKey, reports: Sequence[TrainReport]) -> None:
+        self._train_metrics[key.step] += [report.metrics for report in reports]
+        self._on_ranks(train_group, "train", key.step, [report.span for report in reports], self._number(key))
+
+    def updated(self, train_group: int, step: int, reports: Sequence[OptimReport]) -> None:
+        self._optim[step].append(reports[0])
+        self._on_ranks(train_group, "update", step, [report.span for report in reports])
+
+    def published(self, train_group: int, publication: Publication) -> None:
+        self._on_ranks(train_group, "publish", publication.version - 1, [publication.span])
+
+    def installed(self, group: str, role: str, worker: int, report: InstallReport) -> None:
+        name = f"rollout {worker}" if role == "rollout" else f"score {group} {worker}"
+        self._event(group, name, role, "install", report.span, step=report.version - 1, version=report.version)
+
+    def _on_ranks(self, train_group: int, task: str, step: int, spans: Sequence[Span], micro_batch: int | None = None) -> None:
+        group = self.plan.train_groups[train_group]
+        for rank, span in enumerate(spans):
+            name = f"train {group.group} {rank}"
+            self._event(group.group, name, "+".join(group.roles), task, span, step=step, micro_batch=micro_batch, version=step)
+
+    def _number(self, key: MicroBatchKey) -> int:
+        """Micro-batches are counted through the updates of their step."""
+        return key.update * -(-self.plan.samples_per_update // self.plan.micro_batch_size) + key.number
+
+    def _step_of(self, group: int) -> int:
+        for step, groups in enumerate(self.plan.step_groups):
+            if group < groups:
+                return step
+            group -= groups
+        raise AssertionError("a sample of no step")
+
+    # ── a step's end ─────────────────────────────────────────────────────────────────────────────
+
+    def finish_step(self, step: int, samples: Sequence[SampleReport], rows: Sequence[SampleRow]) -> None:
+        """Write the step's lines."""
+        now = time.time() - self._zero
+        row: dict[str, Any] = {"step": step + 1}
+        row |= self._sample_metrics(step, samples)
+        row |= {name: metric.value for name, metric in merge(self._train_metrics.pop(step, [])).items()}
+        row |= {name: metric.total for name, metric in self._failures.pop(step, {}).items() if isinstance(metric, Mean) and metric.total}
+        row |= self._optim_metrics(self._optim.pop(step, []))
+        row |= self._time_metrics(row["tokens"], now)
+        row["version"] = step + 1
+        self._metrics.append(row)
+        self._write_samples(step, rows)
+        self._events.flush()
+        self.last_row = row
+        self.on_step(row)
+
+    def _sample_metrics(self, step: int, samples: Sequence[SampleReport]) -> dict[str, Any]:
+        scores = [sample.score for sample in samples if sample.score is not None]
+        lengths = [sample.response_length for sample in samples]
+        metrics: dict[str, Any] = {"reward/mean": _mean(scores)}
+        for reward in self.recipe.rewards:
+            metrics[f"reward/{reward.name}"] = _mean([value for s in samples if (value := s.rewards.get(reward.name)) is not None])
+        if self.recipe.uses_reference:
+            metrics["kl"] = sum(sample.kl or 0.0 for sample in samples) / max(1, sum(lengths))
+        return metrics | {
+            "samples": len(samples),
+            "samples/unscored": len(samples) - len(scores),
+            "response_length/mean": _mean([float(length) for length in lengths]),
+            "truncated_fraction": _mean([float(sample.truncated) for sample in samples]),
+            "tokens": sum(lengths),
+            "staleness/max": step - min(sample.oldest_version for sample in samples),
+        }
+
+    def _optim_metrics(self, reports: Sequence[OptimReport]) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        for role in ("actor", "critic"):
+            steps = [report.steps[role] for report in reports if role in report.steps]
+            if steps:
+                suffix = "" if role == "actor" else "/critic"
+                metrics[f"grad_norm{suffix}"] = _mean([s.grad_norm for s in steps if not s.skipped])
+                metrics[f"lr{suffix}"] = steps[-1].lr
+                metrics[f"updates_skipped{suffix}"] = sum(s.skipped for s in steps)
+        return metrics
+
+    def _time_metrics(self, tokens: int, now: float) -> dict[str, Any]:
+        start = self._window_start if self._window_start is not None else 0.0
+        window, self._window_start = (start, now), now
+        seconds = max(now - start, 1e-9)
+        idle = step_idle(self._recent, window)
+        bound: Bound = busy_bound(self._recent, window)
+        self._recent = [event for event in self._recent if event.end > now]
+        return {
+            "tokens_per_second": tokens / seconds,
+            "time/step": seconds,
+            **{f"idle/{group}": share for group, share in idle.items()},
+            "pipeline/bound": bound.seconds,
+            "pipeline/efficiency": bound.seconds / seconds,
+        }
+
+    def _write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        for row in sorted(rows, key=lambda row: row.id):
+            line = {"step": step + 1, "group": row.id.group, "sample": row.id.sample, "prompt": row.prompt, "response": row.response,
+                    "rewards": dict(row.rewards), "score": row.score, "advantage": row.advantage, "version": row.version,
+                    "finish_reason": row.finish_reason, **row.extra}  # fmt: skip
+            self._samples_file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._samples_file.flush()
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

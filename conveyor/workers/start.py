@@ -1,0 +1,114 @@
+"""Starts the workers of a recipe on its device groups, all at once, and waits until each is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from conveyor.config import OnlineRecipe
+from conveyor.workers.placement import Placement
+from conveyor.workers.rollout import RolloutWorker
+from conveyor.workers.score import ScoreWorker
+from conveyor.workers.train import TrainWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Handles of all actors of a run."""
+
+    engines: list[Any]
+    scorers: dict[str, list[Any]]
+    """Device group → one worker a slot, holding all score roles of the group."""
+    trainers: list[list[Any]]
+    """Ranks of each train group, in the order of the plan."""
+
+    def ready(self, on_ready: Callable[[str], None] = lambda name: None) -> None:
+        """Block until every worker has loaded its models; a worker's exception is raised here."""
+        named = [(f"rollout {i}", engine) for i, engine in enumerate(self.engines)]
+        named += [(f"score {group} {i}", worker) for group, workers in self.scorers.items() for i, worker in enumerate(workers)]
+        named += [(f"train {i}.{rank}", worker) for i, ranks in enumerate(self.trainers) for rank, worker in enumerate(ranks)]
+        asyncio.run(_all_ready(named, on_ready))
+
+
+async def _all_ready(named: list[tuple[str, Any]], on_ready: Callable[[str], None]) -> None:
+    async def one(name: str, worker: Any) -> None:
+        await worker.ready.remote()
+        on_ready(name)
+
+    await asyncio.gather(*(one(name, worker) for name, worker in named))
+
+
+def start_workers(recipe: OnlineRecipe, placement: Placement, trained: list[tuple[str, tuple[str, ...]]], total_updates: int) -> Workers:
+    """Start every worker; returns at once (see `Workers.ready`).
+
+    Args:
+        trained: (device group, roles) of each train group.
+        total_updates: optimizer steps of the whole run, for the learning rate schedules.
+    """
+    scored = _score_roles(recipe)
+    rollout_group = recipe.role_group("rollout")
+    kinds = [rollout_group, *scored, *(group for group, _ in trained)]
+
+    def start(cls: type, group: str, index: int, **kwargs: Any) -> Any:
+        return placement.actor(cls, group, index, share=1 / kinds.count(group), cores=placement.cores(group, index), **kwargs)
+
+    limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    engines = [
+        start(RolloutWorker, rollout_group, i, model=recipe.model, rollout=recipe.rollout, seed=recipe.seed, max_model_len=limit)
+        for i in range(placement.slots(rollout_group))
+    ]
+    scorers = {
+        group: [start(ScoreWorker, group, i, recipe=recipe, roles=roles) for i in range(placement.slots(group))]
+        for group, roles in scored.items()
+    }
+    trainers = []
+    for group, roles in trained:
+        address, port = _rendezvous(placement, group)
+        size = placement.slots(group)
+        trainers.append(
+            [
+                start(
+                    TrainWorker,
+                    group,
+                    rank,
+                    recipe=recipe,
+                    roles=roles,
+                    rank=rank,
+                    world_size=size,
+                    address=address,
+                    port=port,
+                    total_updates=total_updates,
+                )  # fmt: skip
+                for rank in range(size)
+            ]
+        )
+    return Workers(engines, scorers, trainers)
+
+
+def _score_roles(recipe: OnlineRecipe) -> dict[str, tuple[str, ...]]:
+    groups: dict[str, tuple[str, ...]] = {}
+    for role in (*recipe.score_roles, *recipe.snapshot_roles):
+        group = recipe.role_group(role)
+        groups[group] = (*groups.get(group, ()), role)
+    return groups
+
+
+class _Door:
+    """Finds, on the node of rank 0, an address and port where the ranks of a train group meet."""
+
+    def find(self) -> tuple[str, int]:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+
+def _rendezvous(placement: Placement, group: str) -> tuple[str, int]:
+    door = placement.actor(_Door, group, 0, share=0.0)
+    found: tuple[str, int] = ray.get(door.find.remote())
+    ray.kill(door)
+    return found
