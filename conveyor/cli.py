@@ -32,8 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     quickstart = commands.add_parser("quickstart", help="build a tiny model and make it better by RLHF, in minutes on two cores")
     quickstart.add_argument("--output-dir", default="runs/quickstart", help="default: %(default)s")
     quickstart.set_defaults(run=_quickstart)
-    train = commands.add_parser("train", help="train by a recipe", epilog="Any key of the recipe may be set: --train.steps 3")
-    train.add_argument("recipe", help="YAML file")
+    train = commands.add_parser("train", help="train by a recipe (--help RECIPE lists every key)", add_help=False)
+    train.add_argument("recipe", nargs="?", help="YAML file")
+    train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(run=_train)
     check = commands.add_parser("check", help="check a recipe, its files, rows and devices without training")
     check.add_argument("recipe", help="YAML file")
@@ -49,6 +50,10 @@ def _quickstart(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _train(known: argparse.Namespace, rest: list[str]) -> int:
+    if known.help:
+        return _help(known.recipe)
+    if known.recipe is None:
+        raise UserError("train: name a recipe, e.g. recipes/tiny/ppo.yaml")
     recipe = _load(known, rest)
     if isinstance(recipe, OnlineRecipe):
         from conveyor.pipeline.loop import run_online
@@ -59,6 +64,23 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
 
         run_offline(recipe)
     print(f"{recipe.output_dir}/model")
+    return 0
+
+
+def _help(path: str | None) -> int:
+    """What train takes; with a recipe, every key its method knows."""
+    print("usage: conveyor train RECIPE.yaml [--dotted.key value ...]\n")
+    if path is None:
+        print("conveyor train --help RECIPE.yaml lists every key of the recipe's method.")
+        return 0
+    from conveyor.config.describe import keys
+
+    for key in keys(load_recipe(path).method):
+        print(
+            f"--{key.name}  ({key.type}; default {key.default})\n    {key.help}"
+            if key.help
+            else f"--{key.name}  ({key.type}; default {key.default})"
+        )
     return 0
 
 

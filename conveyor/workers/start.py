@@ -70,23 +70,12 @@ def start_workers(recipe: OnlineRecipe, placement: Placement, trained: list[tupl
     for group, roles in trained:
         address, port = _rendezvous(placement, group)
         size = placement.slots(group)
-        trainers.append(
-            [
-                start(
-                    TrainWorker,
-                    group,
-                    rank,
-                    recipe=recipe,
-                    roles=roles,
-                    rank=rank,
-                    world_size=size,
-                    address=address,
-                    port=port,
-                    total_updates=total_updates,
-                )  # fmt: skip
-                for rank in range(size)
-            ]
-        )
+        meeting = {"address": address, "port": port, "world_size": size}
+        ranks = [
+            start(TrainWorker, group, rank, recipe=recipe, roles=roles, rank=rank, total_updates=total_updates, **meeting)
+            for rank in range(size)
+        ]
+        trainers.append(ranks)
     return Workers(engines, scorers, trainers)
 
 

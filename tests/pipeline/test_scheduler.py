@@ -57,7 +57,7 @@ class World:
                 case Score(part, worker, key, _):
                     if self.plan.parts[part].versioned:
                         assert self.snapshots.get((part, worker), self.plan.start_step) == key.step
-                case Train(number, key, update, _):
+                case Train(number, key, _, update, _):
                     assert self.weights[number] % 1000 == update and self.weights[number] // 1000 == key.step
             self.pending.append(Done(action))
 
@@ -65,24 +65,19 @@ class World:
         match event:
             case SampleFinished(engine, _, _):
                 self.engine_load[engine] -= 1
-                if self.engine_load[engine] % self.plan.samples_per_group == 0:
-                    pass
             case Done(InstallEngine(engine, version)):
                 self.engine_version[engine] = version
             case Done(InstallSnapshot(part, worker, version)):
                 self.snapshots[part, worker] = version
-            case Done(Train(number, key, update, _)):
-                for sample in self._samples(key):
+            case Done(Train(number, _, samples, update, _)):
+                for sample in samples:
                     self.trained[number, update, sample] += 1
-            case Done(Update(number, _, _)):
+            case Done(Update(number, _, _, _)):
                 self.weights[number] += 1
             case Done(Publish(number, version)):
                 self.weights[number] = version * 1000
         if isinstance(event, Done):
             self._occupy(event.action, -1)
-
-    def _samples(self, key):
-        return next(action.samples for action in self.log if isinstance(action, Prepare) and action.key == key)
 
     def _occupy(self, action, change: int) -> None:
         """Only one stage at a time on a resource (samples occupy until their group is done: checked by load)."""
@@ -175,7 +170,7 @@ def _train_order(plan: RunPlan, seed: int) -> list[tuple[SampleId, ...]]:
 
     world = World(plan)
     world.run(random.Random(seed).randrange)
-    return [world._samples(action.key) for action in world.log if isinstance(action, Train)]
+    return [action.samples for action in world.log if isinstance(action, Train)]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -202,8 +197,8 @@ def test_overlap_trains_before_the_last_sample_is_in_and_no_overlap_never() -> N
         world = World(plan)
         # First come, first done, but the last sample is held back as long as anything else can happen.
         world.run(lambda n, w=world: next((i for i in range(n) if not _is_last(w.pending[i])), 0))
-        trains = [i for i, action in enumerate(world.log) if isinstance(action, Train)]
-        assert (len([i for i in trains]) == 4) and _trained_before_last(world) == (3 if overlap else 0)
+        assert sum(isinstance(action, Train) for action in world.log) == 4
+        assert _trained_before_last(world) == (3 if overlap else 0)
 
 
 def _is_last(event: object) -> bool:
@@ -242,7 +237,6 @@ def test_two_thousand_micro_batches_a_second() -> None:
 
     plan = RunPlan(step_groups=(2000,), samples_per_group=1, samples_per_update=2000, micro_batch_size=1, engine_slots=64)
     world = World(plan)
-    world._samples = lambda key: ()  # its search would be timed instead
     started = time.perf_counter()
     world.run(lambda n: 0)
     assert time.perf_counter() - started < 10

@@ -1,0 +1,142 @@
+"""Busy and idle shares, bounds and traces against numbers worked out by hand."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conveyor.report.events import Event, EventLog, read_events
+from conveyor.report.timeline import busy, covered, step_bound, step_idle, step_windows, union, write_trace
+
+
+def event(group, worker, task, start, end, step=0, micro_batch=None, device=None):
+    return Event(group, worker, "role", task, step, micro_batch, 0, start, end, device)
+
+
+# One step by hand, 0 … 10 s (| = 1 s). Two engines, one score worker, one train worker.
+#   rollout-0  ■■■■■■··i·      samples 0–4, 2–6 (overlapping), install 8–9
+#   rollout-1  ■■■·····i·      sample 0–3
+#   score-0    ····■■··        4–5, 5–6
+#   train-0    ·····■■■p       train 5–7, update 7–8, publish 8–8.5
+STEP = [
+    event("rollout", "rollout-0", "rollout", 0, 4),
+    event("rollout", "rollout-0", "rollout", 2, 6),
+    event("rollout", "rollout-1", "rollout", 0, 3),
+    event("score", "score-0", "score", 4, 5, micro_batch=0),
+    event("score", "score-0", "score", 5, 6, micro_batch=1),
+    event("train", "train-0", "train", 5, 7, micro_batch=0),
+    event("train", "train-0", "update", 7, 8),
+    event("train", "train-0", "publish", 8, 8.5),
+    event("rollout", "rollout-0", "install", 8.5, 9),
+    event("rollout", "rollout-1", "install", 8.5, 9),
+]
+
+
+def test_idle_shares_by_hand():
+    idle = step_idle(STEP, (0, 10))
+    # rollout: (6.5 + 3.5) / 2 of 10; score 2; train 3.5
+    assert idle == pytest.approx({"rollout": 0.5, "score": 0.8, "train": 0.65})
+
+
+def test_events_are_cut_at_the_window():
+    assert busy(STEP, (3, 5.5)) == pytest.approx({"rollout": 2.5 / 2, "score": 1.5, "train": 0.5})
+    assert step_idle(STEP, (20, 21)) == {"rollout": 1, "score": 1, "train": 1}
+    assert step_idle(STEP, (3, 3)) == {"rollout": 0, "score": 0, "train": 0}
+
+
+def test_workers_that_take_turns_on_a_device_are_one():
+    merged = [event("all", "rollout-0", "rollout", 0, 4, device="gpu-0"), event("all", "train-0", "train", 4, 8, device="gpu-0")]
+    assert step_idle(merged, (0, 10)) == pytest.approx({"all": 0.2})
+
+
+def test_bound_is_the_busiest_group_plus_sync():
+    bound = step_bound(STEP, (0, 10))
+    # busy without syncs: rollout (6 + 3) / 2 = 4.5, score 2, train 3; sync 8 … 9, once, though two engines install
+    assert (bound.group, bound.seconds, bound.efficiency) == ("rollout", pytest.approx(5.5), pytest.approx(0.55))
+
+
+def test_bound_never_exceeds_the_window():
+    bound = step_bound([event("train", "train-0", "train", 0, 4), event("rollout", "engine", "install", 0, 4)], (0, 4))
+    assert (bound.seconds, bound.efficiency) == (4, 1)
+    with pytest.raises(ValueError):
+        step_bound([], (0, 1))
+
+
+def test_step_windows_lie_end_to_end_whatever_was_sampled_ahead():
+    events = [
+        event("rollout", "r", "rollout", 1, 4, step=0),
+        event("train", "t", "update", 4, 6, step=0),
+        event("rollout", "r", "rollout", 3, 7, step=1),  # sampled ahead
+        event("rollout", "r", "install", 7, 8, step=0),
+        event("train", "t", "update", 9, 11, step=1),
+        event("rollout", "r", "rollout", 11, 12, step=2),  # has not ended
+    ]
+    assert step_windows(events) == {0: (1, 8), 1: (8, 11)}
+    assert step_windows([]) == {}
+
+
+def test_union_joins_what_touches():
+    assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=12), st.integers(0, 30), st.integers(0, 30))
+def test_covered_counts_each_second_once(pieces, start, length):
+    intervals = [(begin, begin + long) for begin, long in pieces]
+    seconds = sum(any(a <= t < b for a, b in intervals) for t in range(start, start + length))
+    assert covered(intervals, (start, start + length)) == seconds
+
+
+# files -----------------------------------------------------------------------------------------------------------
+
+
+def test_event_log_gives_back_what_was_written(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        for one in STEP[:4]:
+            log.write(one)
+        log.flush()
+        assert read_events(path) == STEP[:4]
+        log.write(STEP[4])
+    with EventLog(path) as log:  # a resumed run goes on in the same file
+        log.write(STEP[5])
+    assert read_events(path) == STEP[:6]
+
+
+def test_a_line_that_is_no_event_is_named(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"group": "train"}\n')
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 1"):
+        read_events(path)
+
+
+def test_trace_has_one_track_a_worker_and_slices_that_do_not_overlap(tmp_path):
+    write_trace(STEP, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["rollout-0", "rollout-1", "score-0", "train-0"]
+    assert {e["args"]["name"] for e in trace if e["name"] == "process_name"} == {"rollout", "score", "train"}
+    tracks = {}
+    for piece in trace:
+        if piece["ph"] == "X":
+            tracks.setdefault(names[piece["pid"], piece["tid"]], []).append((piece["ts"], piece["ts"] + piece["dur"], piece["name"]))
+    assert sorted(tracks["rollout-0"]) == [(0, 6_000_000, "rollout"), (8_500_000, 9_000_000, "install")]
+    assert len(tracks["train-0"]) == 3
+    for slices in tracks.values():
+        slices.sort()
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(slices))
+
+
+def test_trace_shows_samples_that_overlap_as_asynchronous_slices(tmp_path):
+    write_trace(STEP, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    begins = {e["id2"]["local"]: e["ts"] for e in trace if e["ph"] == "b"}
+    ends = {e["id2"]["local"]: e["ts"] for e in trace if e["ph"] == "e"}
+    assert sorted((begins[name], ends[name]) for name in begins) == [(0, 4_000_000), (2_000_000, 6_000_000)]
+
+
+def test_trace_gives_a_second_row_where_different_tasks_overlap(tmp_path):
+    write_trace([event("rollout", "r", "rollout", 0, 2), event("rollout", "r", "install", 1, 3)], tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in trace if e["name"] == "thread_name"] == ["r", "r (2)"]

@@ -1,0 +1,74 @@
+"""Reward functions for the tests, good and bad."""
+
+import asyncio
+import os
+import time
+
+
+def length(prompts, completions, **columns):
+    return [float(len(completion)) for completion in completions]
+
+
+def exact(completions, answer, prompts):
+    return [None if right is None else float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+async def slow_length(prompts, completions, **columns):
+    await asyncio.sleep(0.01)
+    return [len(completion) for completion in completions]
+
+
+def seen(prompts, completions, **columns):
+    """Refuses, so that the test can read what it was given."""
+    raise RuntimeError(repr((prompts, completions, sorted(columns.items()))))
+
+
+def hangs(prompts, completions, **columns):
+    while "hang" in completions:
+        pass
+    return [1.0] * len(completions)
+
+
+def sleeps(prompts, completions, **columns):
+    if "sleep" in completions:
+        time.sleep(60)
+    return [1.0] * len(completions)
+
+
+def raises(prompts, completions, **columns):
+    return [1 / (completion != "bad") for completion in completions]
+
+
+def nan(prompts, completions, **columns):
+    return [float("nan") if completion == "bad" else 1.0 for completion in completions]
+
+
+def too_few(prompts, completions, **columns):
+    return [1.0] * (len(completions) - 1)
+
+
+def texts(prompts, completions, **columns):
+    return ["good"] * len(completions)
+
+
+def no_list(prompts, completions, **columns):
+    return {"score": 1.0}
+
+
+def dies(prompts, completions, **columns):
+    os._exit(7)
+
+
+def no_completions(prompts):
+    return []
+
+
+NUMBER = 3
+
+
+class Judge:
+    def __call__(self, prompts, completions, **columns):
+        return [2.0] * len(completions)
+
+
+judge = Judge()

@@ -1,0 +1,201 @@
+"""Reward functions: found or refused in one line, called with TRL's signature, ended when they hang (cases 18, 25)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conveyor.config import UserError
+from conveyor.config.sections import Reward
+from conveyor.rewards import FunctionReward, RewardError, check_columns, load_function
+from conveyor.rewards.functions import checked_scores
+from conveyor.rewards.scorer import call_arguments
+from conveyor.types import Prompt, Rollout
+
+SAMPLES = Path(__file__).with_name("samples.py")
+
+
+def rollout(text: str, row: int = 0, messages=None, **columns) -> Rollout:
+    ids = torch.tensor([ord(c) for c in text] or [2])
+    prompt = Prompt(index=row, row=row, token_ids=(1, 5), text="2+2=", messages=messages, columns=columns)
+    return Rollout(prompt, 0, ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int32), "stop", text)
+
+
+@pytest.fixture
+def reward():
+    """Makes FunctionRewards of samples.py and ends their processes."""
+    made = []
+
+    def make(name: str, **settings) -> FunctionReward:
+        made.append(FunctionReward(Reward(name="r", function=f"{SAMPLES}:{name}", **settings)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("rewards.py", "is not path.py:function"),
+        ("nowhere.py:score", "no such file nowhere.py"),
+        (f"{SAMPLES}:missing", "has no missing"),
+        (f"{SAMPLES}:NUMBER", "is a int, not a function"),
+        (f"{SAMPLES}:no_completions", "takes no argument completions"),
+        ("no.such.module:score", "importing no.such.module: ModuleNotFoundError"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_one_line(named, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_function(named, "rewards.r.function")
+    assert str(caught.value).startswith("rewards.r.function: ") and "\n" not in str(caught.value)
+
+
+def test_a_file_that_fails_to_import_names_the_line(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1\ny = x / 0\n")
+    with pytest.raises(UserError, match=r"ZeroDivisionError: division by zero \(broken.py:2\)"):
+        load_function(f"{path}:score", "r")
+
+
+def test_modules_files_and_callable_objects_load():
+    assert load_function("tests.rewards.samples:length", "r")(prompts=["p"], completions=["abc"]) == [3.0]
+    assert load_function(f"{SAMPLES}:judge", "r")(prompts=["p"], completions=["abc"]) == [2.0]
+
+
+def test_a_missing_column_is_named():
+    exact = load_function(f"{SAMPLES}:exact", "r")
+    check_columns(exact, "r", ["answer", "source"])
+    with pytest.raises(UserError, match="asks for the column answer; the data has source"):
+        check_columns(exact, "r", ["source"])
+
+
+def test_the_child_process_does_not_load_torch():
+    code = "import sys, conveyor.rewards.child; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_arguments_as_text_and_as_messages():
+    messages = ({"role": "user", "content": "2+2="},)
+    text, chat = rollout("4", answer="4"), rollout("5", messages=messages, level=2)
+    assert call_arguments([text, chat]) == {
+        "prompts": ["2+2=", [{"role": "user", "content": "2+2="}]],
+        "completions": ["4", [{"role": "assistant", "content": "5"}]],
+        "completion_ids": [[ord("4")], [ord("5")]],
+        "answer": ["4", None],
+        "level": [None, 2],
+    }
+
+
+def test_scores_of_plain_async_and_none(reward):
+    rollouts = [rollout("4", 0, answer="4"), rollout("55", 1, answer="4"), rollout("6", 2)]
+    assert reward("length").score(rollouts).scores == (1.0, 2.0, 1.0)
+    assert reward("slow_length").score(rollouts).scores == (1.0, 2.0, 1.0)
+    assert reward("exact").score(rollouts).scores == (1.0, 0.0, None)
+
+
+@pytest.mark.parametrize("result", [np.array([1, 0.5]), torch.tensor([1, 0.5]), (np.float32(1), 0.5), [True, 0.5]])
+def test_number_likes_become_floats(result):
+    assert checked_scores(result, 2) == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"raised ZeroDivisionError: division by zero \(samples.py:\d+\)"),
+        ("nan", "returned the score nan"),
+        ("too_few", "returned 0 scores for 1 samples"),
+        ("texts", "returned the text 'good' as a score"),
+        ("no_list", "returned a dict, not a list of numbers"),
+        ("dies", "its process ended with status 7"),
+    ],
+)
+def test_a_failing_function_names_the_row(reward, name, message):
+    """Case 18: raises → the run says which row."""
+    row = 8 if name in ("raises", "nan") else 7
+    with pytest.raises(RewardError, match=f"reward r: row {row}: {message}") as caught:
+        reward(name).score([rollout("fine", 7), rollout("bad", 8)])
+    assert "\n" not in str(caught.value)
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), UserError)
+
+
+def test_skip_loses_only_the_samples_that_fail(reward):
+    """Case 18, `on_error: skip`."""
+    result = reward("raises", on_error="skip").score([rollout("a", 1), rollout("bad", 2), rollout("c", 3)])
+    assert (result.scores, result.errors, result.timeouts) == ((1.0, None, 1.0), 1, 0)
+
+
+def test_an_endless_function_is_ended_and_counted(reward):
+    """Case 18: `while True` → its sample is None, its neighbours are scored, the next call works."""
+    endless = reward("hangs", timeout=0.5)
+    endless.start()
+    start = time.monotonic()
+    result = endless.score([rollout("a", 1), rollout("hang", 2), rollout("c", 3)])
+    assert (result.scores, result.timeouts, result.errors) == ((1.0, None, 1.0), 1, 0)
+    assert endless.score([rollout("a")]).scores == (1.0,)
+    assert time.monotonic() - start < 15
+
+
+def test_many_time_outs_give_up_the_rest(reward):
+    result = reward("sleeps", timeout=0.2).score([rollout("sleep", row) for row in range(5)])
+    assert (result.scores, result.timeouts) == ((None,) * 5, 5)
+
+
+def test_time_outs_work_off_the_main_thread(reward):
+    endless, results = reward("hangs", timeout=0.3), []
+    thread = threading.Thread(target=lambda: results.append(endless.score([rollout("hang")])))
+    thread.start()
+    thread.join(30)
+    assert results[0].scores == (None,) and results[0].timeouts == 1
+
+
+def test_close_ends_the_process(reward):
+    length = reward("length")
+    length.start()
+    pid = length._process._process.pid
+    os.kill(pid, 0)
+    length.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_process_ends_with_its_caller():
+    """Even in an endless loop, even when the caller is killed."""
+    code = f"""
+import threading, time
+from conveyor.rewards.process import FunctionProcess
+one = FunctionProcess({str(SAMPLES)!r} + ":hangs", "r")
+one.start()
+threading.Thread(target=lambda: one.call(dict(prompts=[""], completions=["hang"]), 600), daemon=True).start()
+print(one._process.pid, flush=True)
+time.sleep(600)
+"""
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(caller.stdout.readline())
+    caller.kill()
+    caller.wait()
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        # An orphan's parent is init, which may be slow to reap it: a zombie has ended as well.
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the function's process outlived its caller")
+
+
+def test_a_function_refused_in_its_process_is_a_user_error(reward):
+    with pytest.raises(UserError, match="has no missing"):
+        reward("missing").start()
