@@ -5,6 +5,7 @@ config.yaml  metrics.jsonl  events.jsonl  samples.jsonl  checkpoints/step_N/  mo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -84,6 +85,15 @@ class RunFolder:
         named = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.checkpoints.iterdir())
         return sorted((int(match[1]), path) for match, path in named if match)
 
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after `step` steps: a resumed run does it again."""
+        for path, kept in ((self.metrics, step), (self.samples, step), (self.events, step - 1)):
+            if path.exists():
+                lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _step(line, kept + 1) <= kept]
+                aside = path.with_name(f".{path.name}.partial")
+                aside.write_text("".join(lines), encoding="utf-8")
+                os.replace(aside, path)
+
     def begin_checkpoint(self, step: int) -> Path:
         """A folder to write a checkpoint to, under a name that `newest_checkpoint` does not see."""
         aside = self.checkpoints / f".step_{step}.partial"
@@ -116,6 +126,14 @@ def complete_or_absent(path: Path) -> Iterator[Path]:
         os.rename(path, older)
     os.rename(aside, path)
     _remove(older)
+
+
+def _step(line: str, otherwise: int) -> int:
+    """The step a log line is of; a line cut short by a kill belongs to none."""
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError):
+        return otherwise
 
 
 def _remove(path: Path) -> None:

@@ -31,6 +31,18 @@ class Max:
         return Max(max(self.value, other.value))
 
 
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, sum and sum of squares of the advantages of tokens in the loss."""
+
+    count: float
+    total: float
+    squares: float
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+
 Metrics = dict[str, Mean | Max]
 """Metric name (design: `loss/policy`, `ratio/max`, …) → its mergeable value."""
 

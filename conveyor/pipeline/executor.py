@@ -10,6 +10,7 @@ event for the scheduler, a line in the books (`ledger.py`) and one in the record
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -35,8 +36,8 @@ from conveyor.pipeline.ledger import Ledger
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.run_folder import RunFolder
-from conveyor.types import Prompt
-from conveyor.workers.reports import MicroBatchKey, Publication
+from conveyor.types import Prompt, SampleId
+from conveyor.workers.reports import MicroBatchKey, Publication, Span
 from conveyor.workers.start import Workers
 
 SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic"}
@@ -112,7 +113,7 @@ class Executor:
     async def _admit(self, action: Admit) -> None:
         if action.group not in self._prompts:
             self._prompts |= {prompt.index: prompt for prompt in self.order[action.step]}
-        self.recorder.step_started(action.step)
+        self.recorder.admitted(action.engine, (SampleId(action.group, k) for k in range(self.plan.samples_per_group)))
         await self.workers.engines[action.engine].submit.remote(self._prompts.pop(action.group), self.plan.samples_per_group)
 
     async def _listen(self, number: int) -> None:
@@ -202,8 +203,9 @@ class Executor:
 
     async def _checkpoint(self, action: Checkpoint) -> None:
         """Train groups write into one folder, which takes its name when the last is done."""
-        aside = self.folder.begin_checkpoint(action.step)
+        aside, start = self.folder.begin_checkpoint(action.step), time.time()
         await self._on_ranks(action.train_group, "save_checkpoint", str(aside))
+        self.recorder.checkpointed(action.train_group, action.step, Span(start, time.time()))
         self._checkpointed[action.step] += 1
         if self._checkpointed[action.step] == len(self.plan.train_groups):
             self.folder.commit_checkpoint(action.step, self.recipe.checkpoint.keep)

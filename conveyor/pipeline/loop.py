@@ -12,11 +12,15 @@ import ray
 
 from conveyor.checks import check_online
 from conveyor.config import OnlineRecipe
+from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import RunPlan, run_plan
 from conveyor.pipeline.scheduler import Scheduler
+from conveyor.report.events import read_events
+from conveyor.report.page import write_report
 from conveyor.report.progress import RunProgress
+from conveyor.report.timeline import write_trace
 from conveyor.run_folder import RunFolder, complete_or_absent
 from conveyor.workers.placement import Placement, connect, default_devices
 from conveyor.workers.start import Workers, start_workers
@@ -36,19 +40,27 @@ def run_online(recipe: OnlineRecipe) -> dict[str, Any]:
         with Placement.create(
             devices, recipe.ray, telemetry=recipe.telemetry, devices_per_worker={recipe.role_group("rollout"): size}
         ) as placement:
-            return _run_placed(recipe, order, placement)
+            return run_placed(recipe, order, placement)
     finally:
         if started_ray:
             ray.shutdown()
 
 
-def _run_placed(recipe: OnlineRecipe, order: Any, placement: Placement) -> dict[str, Any]:
+def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, engines: list[Any] | None = None) -> dict[str, Any]:
+    """The run itself, on devices that are reserved.
+
+    Args:
+        order: of a recipe that `check_online` found sound.
+        engines: rollout engines that run already, with whatever weights; default: new ones.
+    """
     folder = RunFolder.open(recipe)
     checkpoint = folder.newest_checkpoint() if recipe.checkpoint.resume else None
+    folder.rewind(checkpoint[0] if checkpoint else 0)
     step_groups = [len(order[step]) for step in range(len(order))]
     slots = {group: placement.slots(group) for group in placement.devices}
-    plan = run_plan(recipe, step_groups, slots, start_step=checkpoint[0] if checkpoint else 0)
-    workers = start_workers(recipe, placement, [(group.group, group.roles) for group in plan.train_groups], _total_updates(plan))
+    plan = run_plan(recipe, step_groups, slots, start_step=checkpoint[0] if checkpoint else 0, engines=engines and len(engines))
+    trained = [(group.group, group.roles) for group in plan.train_groups]
+    workers = start_workers(recipe, placement, trained, _total_updates(plan), engines)
     with RunProgress(recipe.method, total=len(order), done=plan.start_step) as progress:
         workers.ready(progress.ready)
         if checkpoint:
@@ -59,6 +71,8 @@ def _run_placed(recipe: OnlineRecipe, order: Any, placement: Placement) -> dict[
                 asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder).run())
         finally:
             recorder.close()
+    write_trace(read_events(folder.events), folder.trace)
+    write_report(folder.path)
     with complete_or_absent(folder.model) as aside:
         _on_every_rank(workers, "save_model", str(aside))
     return recorder.last_row

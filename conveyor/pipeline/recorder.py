@@ -6,18 +6,21 @@ The executor reports what happened; names, units and files (design: a run's fold
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from conveyor.algorithms.metrics import Mean, Metrics, merge
 from conveyor.config import OnlineRecipe
 from conveyor.pipeline.run_plan import RunPlan, ScorePart
-from conveyor.report.events import Event, EventLog
+from conveyor.report.events import Event, EventLog, read_events
 from conveyor.report.progress import MetricsLog
-from conveyor.report.timeline import Bound, busy_bound, step_idle
+from conveyor.report.timeline import busy_bound, step_idle
 from conveyor.run_folder import RunFolder
+from conveyor.types import SampleId
 from conveyor.workers.reports import (
     InstallReport,
     MicroBatchKey,
@@ -32,50 +35,74 @@ from conveyor.workers.reports import (
     TrainReport,
 )
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    stage: str
+    group: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage} {self.index}" if self.stage == self.group else f"{self.stage} {self.group} {self.index}"
+
+    @property
+    def device(self) -> str:
+        """Workers of one slot of a group share its device, whatever their stage."""
+        return f"{self.group} {self.index}"
+
 
 class Recorder:
     """Writes events.jsonl, samples.jsonl and metrics.jsonl; calls `on_step(row)` for each finished step."""
 
     def __init__(self, recipe: OnlineRecipe, plan: RunPlan, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:
         self.recipe, self.plan, self.on_step = recipe, plan, on_step
-        self._zero = time.time()
+        # A resumed run's clock goes on where its earlier events end.
+        earlier = read_events(folder.events) if folder.events.exists() else []
+        self._zero = time.time() - max((event.end for event in earlier), default=0.0)
         self._events = EventLog(folder.events)
         self._metrics = MetricsLog(folder.metrics)
         self._samples_file = folder.samples.open("a", encoding="utf-8")
         self._recent: list[Event] = []
+        self._last_of_device: dict[str, Event] = {}
         self._train_metrics: dict[int, list[Metrics]] = defaultdict(list)
         self._optim: dict[int, list[OptimReport]] = defaultdict(list)
         self._failures: dict[int, Metrics] = defaultdict(dict)
+        self._in_flight: dict[SampleId, tuple[int, float]] = {}
         self._window_start: float | None = None
         self.last_row: dict[str, Any] = {}
 
     def close(self) -> None:
         self._events.close()
+        self._metrics.close()
         self._samples_file.close()
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
-    def _event(
-        self, group: str, worker: str, role: str, task: str, span: Span, *, step: int, micro_batch: int | None = None, version: int
-    ) -> None:
+    def _event(self, worker: _Worker, role: str, task: str, span: Span, *, step: int, version: int, micro_batch: int | None = None) -> None:
         start, end = span.start - self._zero, span.end - self._zero
-        event = Event(group, worker, role, task, step, micro_batch, version, start, end)
+        event = Event(worker.group, worker.name, role, task, step, micro_batch, version, start, end, worker.device)
         self._recent.append(event)
+        self._last_of_device[worker.device] = event
         self._events.append(event)
 
-    def step_started(self, step: int) -> None:
-        """A step's first prompt was admitted. The first step's clock starts here, later ones' where the last ended."""
+    def admitted(self, engine: int, samples: Iterable[SampleId]) -> None:
+        """The first step's clock starts with its first sample, later ones' where the last ended."""
+        now = time.time() - self._zero
         if self._window_start is None:
-            self._window_start = time.time() - self._zero
+            self._window_start = now
+        self._in_flight |= {sample: (engine, now) for sample in samples}
 
     def sample(self, engine: int, done: SampleDone) -> None:
-        step = self._step_of(done.id.group)
-        group = self.plan.rollout_group
-        self._event(group, f"rollout {engine}", "rollout", "rollout", done.span, step=step, version=done.newest_version)
+        worker = _Worker("rollout", self.plan.rollout_group, engine)
+        self._in_flight.pop(done.id, None)
+        self._event(worker, "rollout", "rollout", done.span, step=self._step_of(done.id.group), version=done.newest_version)
 
     def scored(self, part: ScorePart, worker: int, key: MicroBatchKey, report: ScoreReport) -> None:
-        name, roles = f"score {part.group} {worker}", "+".join(part.roles)
-        self._event(part.group, name, roles, "score", report.span, step=key.step, micro_batch=self._number(key), version=key.step)
+        where, roles = _Worker("score", part.group, worker), "+".join(part.roles)
+        self._event(where, roles, "score", report.span, step=key.step, micro_batch=self._number(key), version=key.step)
         failures: Metrics = {"reward/timeouts": Mean(report.timeouts, 1), "reward/errors": Mean(report.errors, 1)}
         self._failures[key.step] = merge([self._failures[key.step], failures])
 
@@ -93,15 +120,18 @@ class Recorder:
     def published(self, train_group: int, publication: Publication) -> None:
         self._on_ranks(train_group, "publish", publication.version - 1, [publication.span])
 
+    def checkpointed(self, train_group: int, step: int, span: Span) -> None:
+        self._on_ranks(train_group, "checkpoint", step - 1, [span])
+
     def installed(self, group: str, role: str, worker: int, report: InstallReport) -> None:
-        name = f"rollout {worker}" if role == "rollout" else f"score {group} {worker}"
-        self._event(group, name, role, "install", report.span, step=report.version - 1, version=report.version)
+        where = _Worker("rollout" if role == "rollout" else "score", group, worker)
+        self._event(where, role, "install", report.span, step=report.version - 1, version=report.version)
 
     def _on_ranks(self, train_group: int, task: str, step: int, spans: Sequence[Span], micro_batch: int | None = None) -> None:
         group = self.plan.train_groups[train_group]
         for rank, span in enumerate(spans):
-            name = f"train {group.group} {rank}"
-            self._event(group.group, name, "+".join(group.roles), task, span, step=step, micro_batch=micro_batch, version=step)
+            worker = _Worker("train", group.group, rank)
+            self._event(worker, "+".join(group.roles), task, span, step=step, micro_batch=micro_batch, version=step)
 
     def _number(self, key: MicroBatchKey) -> int:
         """Micro-batches are counted through the updates of their step."""
@@ -120,12 +150,16 @@ class Recorder:
         """Write the step's lines."""
         now = time.time() - self._zero
         row: dict[str, Any] = {"step": step + 1}
-        row |= self._sample_metrics(step, samples)
         row |= {name: metric.value for name, metric in merge(self._train_metrics.pop(step, [])).items()}
+        row |= self._sample_metrics(step, samples)
         row |= {name: metric.total for name, metric in self._failures.pop(step, {}).items() if isinstance(metric, Mean) and metric.total}
         row |= self._optim_metrics(self._optim.pop(step, []))
         row |= self._time_metrics(row["tokens"], now)
         row["version"] = step + 1
+        if row["truncated_fraction"] == 1:
+            log.warning(
+                "step %d: every response was cut at rollout.max_response_length (%d)", step + 1, self.recipe.rollout.max_response_length
+            )
         self._metrics.append(row)
         self._write_samples(step, rows)
         self._events.flush()
@@ -164,16 +198,23 @@ class Recorder:
         start = self._window_start if self._window_start is not None else 0.0
         window, self._window_start = (start, now), now
         seconds = max(now - start, 1e-9)
-        idle = step_idle(self._recent, window)
-        bound: Bound = busy_bound(self._recent, window)
+        # A device that did nothing in this window is idle, not absent.
+        events = [*self._recent, *self._last_of_device.values(), *self._still_sampling(now)]
+        idle, bound = step_idle(events, window), busy_bound(events, window)
         self._recent = [event for event in self._recent if event.end > now]
         return {
             "tokens_per_second": tokens / seconds,
             "time/step": seconds,
             **{f"idle/{group}": share for group, share in idle.items()},
             "pipeline/bound": bound.seconds,
-            "pipeline/efficiency": bound.seconds / seconds,
+            "pipeline/efficiency": bound.efficiency,
         }
+
+    def _still_sampling(self, now: float) -> Iterator[Event]:
+        """Samples of later steps have no event yet, but keep their engine busy."""
+        for engine, start in self._in_flight.values():
+            worker = _Worker("rollout", self.plan.rollout_group, engine)
+            yield Event(worker.group, worker.name, "rollout", "rollout", -1, None, None, start, now, worker.device)
 
     def _write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         for row in sorted(rows, key=lambda row: row.id):

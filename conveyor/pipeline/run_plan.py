@@ -55,7 +55,7 @@ class RunPlan:
     """Advantages are whitened over the update."""
     start_step: int = 0
     initial_sync: bool = False
-    """Publish the trainer's weights before the first rollout (after a resume, and for snapshots)."""
+    """Publish the trainer's weights before the first rollout: after a resume, for snapshots, for engines that held others."""
     checkpoint_every: int | None = None
 
     def resource(self, group: str) -> str:
@@ -63,18 +63,24 @@ class RunPlan:
         return group if self.overlap else "*"
 
 
-def run_plan(recipe: OnlineRecipe, step_groups: Sequence[int], slots: dict[str, int], start_step: int = 0) -> RunPlan:
-    """The plan of a recipe on device groups with the given numbers of workers."""
+def run_plan(
+    recipe: OnlineRecipe, step_groups: Sequence[int], slots: dict[str, int], start_step: int = 0, engines: int | None = None
+) -> RunPlan:
+    """The plan of a recipe.
+
+    Args:
+        slots: device group → workers of one kind that it has room for.
+        engines: rollout engines that run already and hold other weights; default: one a slot, freshly loaded.
+    """
     parts = score_parts(recipe)
     trained = train_groups(recipe)
-    engines = max(1, slots[recipe.role_group("rollout")] // recipe.rollout.tensor_parallel_size)
     return RunPlan(
         step_groups=tuple(step_groups),
         samples_per_group=recipe.rollout.n_samples_per_prompt,
         samples_per_update=recipe.samples_per_update,
         micro_batch_size=recipe.pipeline.micro_batch_size,
         update_epochs=recipe.algorithm.update_epochs,
-        engines=engines,
+        engines=engines or slots[recipe.role_group("rollout")],
         engine_slots=recipe.rollout.max_concurrent_requests,
         rollout_group=recipe.role_group("rollout"),
         parts=parts,
@@ -87,7 +93,7 @@ def run_plan(recipe: OnlineRecipe, step_groups: Sequence[int], slots: dict[str, 
         waits_for_group=recipe.algorithm.advantage_estimator in GROUP_ESTIMATORS,
         waits_for_update=recipe.needs_barrier,
         start_step=start_step,
-        initial_sync=start_step > 0 or bool(recipe.snapshot_roles),
+        initial_sync=start_step > 0 or engines is not None or bool(recipe.snapshot_roles),
         checkpoint_every=recipe.checkpoint.every,
     )
 

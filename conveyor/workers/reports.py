@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from conveyor.algorithms.metrics import Metrics
+from conveyor.algorithms.metrics import Metrics, Moments
 from conveyor.types import SampleId
 
 
@@ -82,18 +82,6 @@ class SampleReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """Count, sum and sum of squares of the advantages of tokens in the loss."""
-
-    count: float
-    total: float
-    squares: float
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
-
-
-@dataclass(frozen=True, slots=True)
 class PrepareReport:
     """One rank's share of a micro-batch is ready to train."""
 
@@ -155,7 +143,7 @@ class Publication:
     version: int
     role: str
     buckets: tuple[Any, ...]
-    """Object references, each to a dict name → array."""
+    """Object references, each to a `weight_sync.Bucket`."""
     checksums: Mapping[str, str] | None
     nbytes: int
     span: Span

@@ -43,12 +43,19 @@ async def _all_ready(named: list[tuple[str, Any]], on_ready: Callable[[str], Non
     await asyncio.gather(*(one(name, worker) for name, worker in named))
 
 
-def start_workers(recipe: OnlineRecipe, placement: Placement, trained: list[tuple[str, tuple[str, ...]]], total_updates: int) -> Workers:
+def start_workers(
+    recipe: OnlineRecipe,
+    placement: Placement,
+    trained: list[tuple[str, tuple[str, ...]]],
+    total_updates: int,
+    engines: list[Any] | None = None,
+) -> Workers:
     """Start every worker; returns at once (see `Workers.ready`).
 
     Args:
         trained: (device group, roles) of each train group.
         total_updates: optimizer steps of the whole run, for the learning rate schedules.
+        engines: rollout engines that run already, to be used instead of new ones.
     """
     scored = _score_roles(recipe)
     rollout_group = recipe.role_group("rollout")
@@ -58,7 +65,7 @@ def start_workers(recipe: OnlineRecipe, placement: Placement, trained: list[tupl
         return placement.actor(cls, group, index, share=1 / kinds.count(group), cores=placement.cores(group, index), **kwargs)
 
     limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    engines = [
+    engines = engines or [
         start(RolloutWorker, rollout_group, i, model=recipe.model, rollout=recipe.rollout, seed=recipe.seed, max_model_len=limit)
         for i in range(placement.slots(rollout_group))
     ]

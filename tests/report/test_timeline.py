@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conveyor.report.events import Event, EventLog, read_events
-from conveyor.report.timeline import busy, covered, step_bound, step_idle, step_windows, union, write_trace
+from conveyor.report.timeline import busy, busy_bound, covered, step_idle, step_windows, union, write_trace
 
 
 def event(group, worker, task, start, end, step=0, micro_batch=None, device=None):
@@ -52,16 +52,16 @@ def test_workers_that_take_turns_on_a_device_are_one():
 
 
 def test_bound_is_the_busiest_group_plus_sync():
-    bound = step_bound(STEP, (0, 10))
+    bound = busy_bound(STEP, (0, 10))
     # busy without syncs: rollout (6 + 3) / 2 = 4.5, score 2, train 3; sync 8 … 9, once, though two engines install
     assert (bound.group, bound.seconds, bound.efficiency) == ("rollout", pytest.approx(5.5), pytest.approx(0.55))
 
 
 def test_bound_never_exceeds_the_window():
-    bound = step_bound([event("train", "train-0", "train", 0, 4), event("rollout", "engine", "install", 0, 4)], (0, 4))
+    bound = busy_bound([event("train", "train-0", "train", 0, 4), event("rollout", "engine", "install", 0, 4)], (0, 4))
     assert (bound.seconds, bound.efficiency) == (4, 1)
     with pytest.raises(ValueError):
-        step_bound([], (0, 1))
+        busy_bound([], (0, 1))
 
 
 def test_step_windows_lie_end_to_end_whatever_was_sampled_ahead():
@@ -95,13 +95,22 @@ def test_event_log_gives_back_what_was_written(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         for one in STEP[:4]:
-            log.write(one)
+            log.append(one)
         log.flush()
         assert read_events(path) == STEP[:4]
-        log.write(STEP[4])
+        log.append(STEP[4])
     with EventLog(path) as log:  # a resumed run goes on in the same file
-        log.write(STEP[5])
+        log.append(STEP[5])
     assert read_events(path) == STEP[:6]
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.append(STEP[0])
+        log.append(STEP[1])
+    path.write_text(path.read_text()[:-20])
+    assert read_events(path) == STEP[:1]
 
 
 def test_a_line_that_is_no_event_is_named(tmp_path):

@@ -1,0 +1,47 @@
+# Every target works from a clean clone: the first one that runs makes .venv, later ones install nothing.
+
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+LOCK := requirements/cpu.txt requirements/dev.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-fast lint smollm2
+
+help:
+	@echo "make setup       create $(VENV) with everything pinned (about 3 minutes, once)"
+	@echo "make quickstart  see a language model get better by RLHF, on a CPU"
+	@echo "make test        all tests"
+	@echo "make test-fast   the tests that need neither Ray nor vLLM"
+	@echo "make lint        ruff and mypy"
+	@echo "make smollm2     two GRPO steps of SmolLM2-135M on a CPU"
+
+setup: $(STAMP)
+
+$(STAMP): $(LOCK) requirements/install.sh pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed; name it with PYTHON=..."; exit 2; }
+	@bash requirements/install.sh "$(PYTHON)" $(VENV) $(LOCK)
+	@touch $@
+
+quickstart: $(STAMP)
+	@$(RUN) -m conveyor.cli quickstart
+
+# One thread a process: the tests start several processes, and more threads than cores slow all of them.
+test: export OMP_NUM_THREADS := 1
+test: $(STAMP)
+	$(RUN) -m pytest
+
+test-fast: export OMP_NUM_THREADS := 1
+test-fast: $(STAMP)
+	$(RUN) -m pytest -m "not slow"
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+smollm2: $(STAMP)
+	$(RUN) examples/smollm2/fetch.py
+	$(RUN) -m conveyor.cli train recipes/smollm2_grpo.yaml --overwrite true

@@ -1,0 +1,109 @@
+"""Prompts of the methods that sample: read, tokenised, held to their limit, and put in the order of the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from conveyor.config import UserError, sections
+from conveyor.data.order import EpochOrder
+from conveyor.data.rows import BadRows, Row, RowError, chunks, read_rows
+from conveyor.data.samples import render_rows
+from conveyor.data.tokenizer import Messages, begin, encode_texts
+from conveyor.types import Prompt
+
+log = logging.getLogger(__name__)
+
+
+def load_prompts(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None) -> list[Prompt]:
+    """The usable prompts of `data.path` (or of `path`, in the same form), `index` counting them in file order.
+
+    A prompt of `data.max_prompt_length` tokens or more is dropped and counted in the log, or an error, as `data.on_long` says.
+
+    Raises:
+        UserError: a malformed or over-long row where the recipe says so, or no prompt is left.
+    """
+    source = path or data.path
+    bad, too_long, prompts = BadRows(data.on_bad_row), 0, list[Prompt]()
+    for rows in chunks(read_rows(source, data.split, bad, "data.eval_path" if path else "data.path")):
+        for row, prompt in zip(rows, _prompts(rows, data, tokenizer, bad), strict=True):
+            if prompt is None:
+                continue
+            if len(prompt.token_ids) < data.max_prompt_length:
+                prompts.append(replace(prompt, index=len(prompts)))
+                continue
+            too_long += 1
+            if data.on_long == "error":
+                size = len(prompt.token_ids)
+                raise row.error(f"{data.prompt_column}: {size} tokens, data.max_prompt_length is {data.max_prompt_length}")
+    bad.report(len(prompts) + too_long, source)
+    if too_long:
+        log.warning("%s: dropped %d of %d prompts, of data.max_prompt_length (%d) tokens or more",
+                    source, too_long, too_long + len(prompts), data.max_prompt_length)  # fmt: skip
+    if not prompts:
+        raise UserError(f"{source}: every prompt has data.max_prompt_length ({data.max_prompt_length}) tokens or more; none is left")
+    return prompts
+
+
+def _prompts(rows: Sequence[Row], data: sections.Data, tokenizer: PreTrainedTokenizerBase, bad: BadRows) -> list[Prompt | None]:
+    """One prompt a row, None where it was rejected. A text goes through the chat template as one user message."""
+    told: dict[int, str | list[dict[str, object]]] = {}
+    for i, row in enumerate(rows):
+        try:
+            told[i] = row.text_or_messages(data.prompt_column)
+        except RowError as error:
+            bad.reject(error)
+    chats: dict[int, Messages] = {
+        i: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        for i, prompt in told.items()
+        if data.apply_chat_template or not isinstance(prompt, str)
+    }
+    rendered = dict(zip(chats, render_rows(tokenizer, [(rows[i], chat) for i, chat in chats.items()], True), strict=True))
+    texts: dict[int, str] = {}
+    for i, prompt in told.items():
+        text = rendered.get(i, prompt)
+        if isinstance(text, RowError):
+            bad.reject(text)
+        else:
+            texts[i] = str(text)
+    encoded = dict(zip(texts, encode_texts(tokenizer, list(texts.values())), strict=True))
+    return [_prompt(row, told.get(i), texts.get(i), begin(tokenizer, encoded[i], add=i not in chats), data) if i in encoded else None
+            for i, row in enumerate(rows)]  # fmt: skip
+
+
+def _prompt(row: Row, told: object, rendered: str | None, ids: list[int], data: sections.Data) -> Prompt:
+    return Prompt(
+        index=row.number,
+        row=row.number,
+        token_ids=tuple(ids),
+        text=told if isinstance(told, str) else str(rendered),
+        messages=tuple(told) if isinstance(told, list) else None,
+        columns={name: value for name, value in row.values.items() if name != data.prompt_column},
+    )
+
+
+class PromptOrder:
+    """The prompts of step s, in the order of the run (see `EpochOrder`).
+
+    `Prompt.index` counts on over epochs without gaps, so it names one group of the run; nothing else depends on what was trained
+    before, so a run goes on at any step.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], rollout_batch_size: int, *, epochs: int = 1, steps: int | None = None, shuffle: bool = True,
+        seed: int = 0, drop_last: bool = False,
+    ) -> None:  # fmt: skip
+        self._prompts = prompts
+        self.order = EpochOrder(len(prompts), rollout_batch_size, epochs=epochs, steps=steps, shuffle=shuffle, seed=seed,
+                                drop_last=drop_last)  # fmt: skip
+
+    def __len__(self) -> int:
+        """Steps of the run."""
+        return len(self.order)
+
+    def __getitem__(self, step: int) -> tuple[Prompt, ...]:
+        first = self.order.first_index(step)
+        return tuple(replace(self._prompts[item], index=first + k) for k, item in enumerate(self.order.items(step)))

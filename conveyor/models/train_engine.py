@@ -1,0 +1,291 @@
+"""One model being trained on one rank: the only place that touches DeepSpeed.
+
+    for micro_batch in update:
+        outputs = engine.forward(function, *tensors)      # function(model, *tensors)
+        engine.backward(loss_sum(outputs), last=…)        # adds the gradient of a SUM
+    report = engine.step(denominator)                     # summed gradient / denominator, clip, AdamW
+
+Every rank makes the same calls in the same order: ZeRO gathers and reduces inside them. A rank that
+has no samples runs a batch whose loss is 0 times its outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from conveyor.config import sections
+from conveyor.workers.reports import StepReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+GATHER_BYTES = 256 * 2**20
+"""Full weights that ZeRO-3 gathers at a time when they are read."""
+REDUCE_ELEMENTS = 50_000_000
+"""Gradient elements that ZeRO reduces at a time (unless one tensor is larger)."""
+TAG = "state"
+"""DeepSpeed's name for the one checkpoint in a folder."""
+
+
+class _Callee(nn.Module):
+    """The module DeepSpeed sees. It runs any function of the model, so that all computation
+    happens inside DeepSpeed's forward, where ZeRO-3 has its hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs) if function is None else function(self.model, *args, **kwargs)
+
+
+class TrainEngine:
+    """A model, its AdamW and its schedule under DeepSpeed.
+
+    Args:
+        module: a Hugging Face model.
+        total_updates: optimizer steps of the whole run, for the schedule.
+        dtype: of weights in forward and backward. With bfloat16 the optimizer holds fp32 weights and
+            gradients are summed in fp32; stage 0 then runs as stage 1, which keeps the same weights
+            on every rank, because DeepSpeed sums in bfloat16 without ZeRO.
+        accelerator: `cpu` or `cuda`. `torch.distributed` is already initialised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        train: sections.Train,
+        *,
+        learning_rate: float,
+        total_updates: int,
+        dtype: sections.DType,
+        accelerator: Literal["cpu", "cuda"],
+    ) -> None:
+        deepspeed = _deepspeed(accelerator)
+        self.model = module
+        self.updates = 0
+        """Updates done, skipped ones included: the place in the schedule."""
+        self._train, self._peak, self._total = train, learning_rate, total_updates
+        self._ranks = dist.get_world_size()
+        self._stage = max(train.zero_stage, 1) if dtype == "bfloat16" else train.zero_stage
+        self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and not train.offload_optimizer
+        self._optimizer = torch.optim.AdamW(
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            lr=learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay, fused=True,
+        )  # fmt: skip
+        config = _deepspeed_config(module, train, self._stage, dtype, accelerator)
+        with _quiet():
+            self._engine = deepspeed.initialize(model=_Callee(module), optimizer=self._optimizer, config=config)[0]
+        self._engine.set_gradient_accumulation_boundary(False)
+
+    @property
+    def module(self) -> Callable[..., Any]:
+        """Calls the model's own forward."""
+        return self._engine
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    def forward(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """`function(model, *args, **kwargs)`; everything that reads weights happens inside."""
+        return self._engine(*args, function=function, **kwargs)
+
+    def backward(self, loss_sum: Tensor, *, last: bool) -> None:
+        """Add the gradient of a sum (a scalar). `last`: this was the update's last micro-batch."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss_sum)
+
+    def step(self, denominator: float) -> StepReport:
+        """One optimizer step with (gradient summed over micro-batches and ranks) / denominator, clipped.
+
+        With a denominator of 0, or a gradient that is not finite, the weights and the optimizer stay as
+        they are. Comes after a `backward` with `last=True`.
+        """
+        lr = self._peak * schedule_factor(self.updates, self._total, self._train.warmup_ratio, self._train.lr_schedule)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        # DeepSpeed has averaged the sums over the ranks, so this is what is left to divide by.
+        divisor = denominator / self._ranks if denominator else 1.0
+        with self._optimizer_idle(when=not denominator):
+            norm = self._step_unpartitioned(divisor) if self._stage == 0 else self._step_partitioned(divisor)
+        self._engine.set_gradient_accumulation_boundary(False)
+        self.updates += 1
+        return StepReport(grad_norm=norm if denominator else 0.0, lr=lr, skipped=not denominator or not math.isfinite(norm))
+
+    def _step_unpartitioned(self, divisor: float) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, divisor)
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm))
+        with self._optimizer_idle(when=not math.isfinite(norm)):
+            self._engine.step()
+        return norm
+
+    def _step_partitioned(self, divisor: float) -> float:
+        """DeepSpeed's ZeRO optimizers undo a loss scale before they clip: ours is the divisor."""
+        optimizer = self._engine.optimizer
+        if self._bfloat16_unpartitioned:
+            # This one knows no loss scale; it keeps the whole reduced gradient, flat, on every rank.
+            torch._foreach_div_(optimizer.fp32_groups_gradients_flat, divisor)
+            self._engine.step()
+        else:
+            optimizer.loss_scale = divisor
+            self._engine.step()
+            optimizer.loss_scale = 1.0
+            if optimizer.overflow:
+                # With bfloat16 and offload DeepSpeed 0.19 keeps the bad gradient and adds the next ones to it.
+                optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+        return math.nan if optimizer.overflow else float(optimizer._global_grad_norm)
+
+    @contextlib.contextmanager
+    def _optimizer_idle(self, when: bool) -> Iterator[None]:
+        """DeepSpeed clears its gradients as in any step, but AdamW does nothing."""
+        if when:
+            self._optimizer.step = lambda closure=None: None  # type: ignore[method-assign, misc, assignment]
+        try:
+            yield
+        finally:
+            if when:
+                del self._optimizer.step
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the Hugging Face model, full tensor on CPU), tied weights once. Every rank iterates to the end.
+
+        A tensor is valid until the next one is asked for.
+        """
+        named = list(self.model.named_parameters())
+        for bucket in _buckets(named, GATHER_BYTES):
+            with _gathered([parameter for _, parameter in bucket], self._stage):
+                for name, parameter in bucket:
+                    yield name, parameter.detach().cpu()
+
+    def save(self, folder: Path) -> None:
+        """Weights, optimizer and place in the schedule; every rank writes its part."""
+        with _quiet():
+            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, client_state={"updates": self.updates})
+
+    def load(self, folder: Path) -> None:
+        """Go on from `save`, on as many ranks as it was saved from. Later updates equal those of a run that never stopped."""
+        if not (folder / TAG).is_dir():
+            raise ValueError(f"{folder}: no training checkpoint")
+        with _quiet():
+            _, state = self._engine.load_checkpoint(str(folder), tag=TAG)
+        self.updates = int(state["updates"])
+
+    def save_pretrained(self, folder: Path, tokenizer: Any) -> None:
+        """A Hugging Face folder, complete or absent. Every rank calls it; rank 0 writes."""
+        weights = self.named_weights()
+        if dist.get_rank() == 0:
+            write_pretrained(self.model, {name: weight.clone() for name, weight in weights}, folder, tokenizer)
+        else:
+            for _ in weights:
+                pass
+        dist.barrier()
+
+
+def schedule_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
+    """Learning rate of the `update`-th (from 0) of `total` updates, as a share of the peak.
+
+    Rises linearly over the first `warmup_ratio` of the updates, then stays, or falls to 0 along a line
+    or half a cosine. No update has learning rate 0.
+    """
+    warmup = round(total * warmup_ratio)
+    if update < warmup:
+        return (update + 1) / warmup
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0
+
+
+def write_pretrained(model: Any, weights: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
+    """Write beside `folder`, then rename, so that a reader never sees half a model."""
+    aside, old = folder.with_name(folder.name + ".writing"), folder.with_name(folder.name + ".old")
+    for leftover in (aside, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        model.save_pretrained(aside, state_dict=weights)
+        tokenizer.save_pretrained(aside)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _deepspeed(accelerator: str) -> Any:
+    if accelerator == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")  # a worker sees only its own device
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # Shared-memory collectives for CPU: compiling them takes minutes, and gloo is there already.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _deepspeed_config(module: nn.Module, train: sections.Train, stage: int, dtype: str, accelerator: str) -> dict[str, Any]:
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": accelerator == "cuda",
+        "reduce_bucket_size": max(max(sizes), min(sum(sizes), REDUCE_ELEMENTS)),
+    }
+    if train.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": accelerator == "cuda"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": train.max_grad_norm if stage else 0.0,
+        "steps_per_print": None,
+        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        # torch's fused AdamW is as fast on CPU as DeepSpeed's own, which has to be compiled first.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _buckets(named: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        # Under ZeRO-3 the parameter itself is empty; `ds_numel` is its real size.
+        nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if bucket and size + nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += nbytes
+    yield bucket
+
+
+def _gathered(parameters: list[nn.Parameter], stage: int) -> contextlib.AbstractContextManager[Any]:
+    if stage < 3:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """DeepSpeed and transformers print progress that means nothing to a user."""
+    return contextlib.redirect_stdout(io.StringIO())

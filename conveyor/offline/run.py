@@ -1,0 +1,137 @@
+"""Run or check a recipe of a method that learns from a fixed dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from conveyor.config import OfflineRecipe, UserError
+from conveyor.data.tokenizer import load_tokenizer
+from conveyor.offline.fit import MetricsRow, epoch_order
+from conveyor.offline.reward_model import RewardModelTask
+from conveyor.offline.sft import SupervisedTask
+from conveyor.report.progress import MetricsLog, RunProgress, read_metrics
+from conveyor.run_folder import RunFolder
+
+TASKS: dict[str, type[SupervisedTask] | type[RewardModelTask]] = {"sft": SupervisedTask, "reward_model": RewardModelTask}
+
+
+def check_offline(recipe: OfflineRecipe) -> dict[str, int]:
+    """Validate settings, files and every row without loading a model; what the run would do, in numbers.
+
+    Raises:
+        UserError: see `run_offline`.
+    """
+    task, _ = _prepare(recipe)
+    return {
+        "samples": len(task.samples),
+        "items": len(task.items),
+        "eval_items": len(task.eval_items),
+        "tokens": sum(len(sample.ids) for sample in task.samples),
+        "updates": len(epoch_order(recipe, len(task.items))),
+        "ranks": _ranks(recipe),
+    }
+
+
+def run_offline(recipe: OfflineRecipe) -> MetricsRow:
+    """Train; returns the last metrics row. The trained model is in `output_dir`/model.
+
+    Raises:
+        UserError: bad settings, files, rows or devices; before any model is loaded or anything is written.
+    """
+    from conveyor.workers.fit import fit_here, fit_on
+    from conveyor.workers.placement import Placement
+
+    task, tokenizer = _prepare(recipe)
+    ranks = _ranks(recipe)
+    with ExitStack() as stack:
+        placement = stack.enter_context(Placement.create({"train": ranks}, recipe.ray, telemetry=recipe.telemetry)) if ranks > 1 else None
+        folder = RunFolder.open(recipe)
+        newest = folder.newest_checkpoint() if recipe.checkpoint.resume else None
+        start = newest[0] if newest else 0
+        rows = fit_on(placement, recipe, task, tokenizer, start) if placement else fit_here(recipe, task, tokenizer, start)
+        return _record(recipe, folder, rows, len(epoch_order(recipe, len(task.items))), start)
+
+
+def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, PreTrainedTokenizerBase]:
+    RunFolder.check(recipe)
+    _check_devices(recipe)
+    tokenizer = load_tokenizer(recipe.model)
+    config = _model_config(recipe)
+    task = TASKS[recipe.method].read(recipe, tokenizer)
+    for sample in task.samples:
+        if int(sample.ids.max()) >= config.vocab_size:
+            raise UserError(
+                f"model.tokenizer: {sample.place} has token {sample.ids.max()}, the model's vocabulary ends at {config.vocab_size}"
+            )
+    longest = max(task.samples, key=lambda sample: len(sample.ids))
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and len(longest.ids) > limit:
+        raise UserError(f"data.max_length: {longest.place} has {len(longest.ids)} tokens, the model takes {limit}")
+    if recipe.checkpoint.resume:
+        _check_resumed(recipe)
+    return task, tokenizer
+
+
+def _model_config(recipe: OfflineRecipe) -> Any:
+    try:
+        return AutoConfig.from_pretrained(recipe.model.path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: no model configuration can be read from {recipe.model.path}: {str(error).splitlines()[0]}") from None
+
+
+def _ranks(recipe: OfflineRecipe) -> int:
+    """Named devices, else every GPU of this machine; on CPU one rank that computes on all cores."""
+    if recipe.devices is not None:
+        return max(1, int(recipe.devices["train"]))
+    return max(1, torch.cuda.device_count())
+
+
+def _check_devices(recipe: OfflineRecipe) -> None:
+    if recipe.devices is not None and set(recipe.devices) != {"train"}:
+        raise UserError(f"devices: {recipe.method} has one device group, train; not {', '.join(recipe.devices) or 'none'}")
+    if recipe.devices is not None and recipe.devices["train"] > 1 and recipe.devices["train"] % 1:
+        raise UserError(f"devices.train: {recipe.devices['train']:g}: must be a whole number, or less than 1")
+    ranks, samples = _ranks(recipe), recipe.train.micro_batch_size
+    if ranks > samples:
+        raise UserError(f"train.micro_batch_size: {samples} samples over {ranks} ranks: some ranks would never have one; raise it")
+
+
+MAY_CHANGE = ("overwrite", "checkpoint", "ray", "telemetry", "output_dir", "train.steps", "train.epochs")
+"""What a resumed run may say differently: everything else would make the rest of it another run."""
+
+
+def _check_resumed(recipe: OfflineRecipe) -> None:
+    folder = RunFolder(recipe.output_dir)
+    if not folder.config.exists() or folder.newest_checkpoint() is None:
+        return
+    before, now = _flat(yaml.safe_load(folder.config.read_text(encoding="utf-8"))), _flat(recipe.model_dump(mode="json"))
+    for key in sorted({*before, *now}):
+        if not key.startswith(MAY_CHANGE) and before.get(key) != now.get(key):
+            raise UserError(f"{key}: {now.get(key)!r}, but the run to resume in {folder.path} has {before.get(key)!r}")
+
+
+def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return flat
+
+
+def _record(recipe: OfflineRecipe, folder: RunFolder, rows: Iterator[MetricsRow], total: int, start: int) -> MetricsRow:
+    """Write every row to metrics.jsonl as it comes, show it, and return the last."""
+    if folder.metrics.exists():
+        # Steps after the checkpoint are done again.
+        kept = folder.metrics.read_text(encoding="utf-8").splitlines(keepends=True)[:start]
+        folder.metrics.write_text("".join(kept), encoding="utf-8")
+    row: MetricsRow = {}
+    with MetricsLog(folder.metrics) as metrics, RunProgress(recipe.method, total=total, done=start) as progress:
+        for row in rows:
+            metrics.append(row)
+            progress.step(row)
+    return row or read_metrics(folder.metrics)[-1]

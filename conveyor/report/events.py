@@ -1,0 +1,77 @@
+"""What happened when: one event for every action carried out, in a run or in a simulation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from conveyor.report.jsonl import read_objects
+
+SYNC_TASKS = frozenset({"publish", "install"})
+"""Tasks that move weights; the others are work on samples or updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A worker was busy with a task from `start` to `end`.
+
+    Example: `Event("score", "score-0", "reward", "score", step=3, micro_batch=1, version=3, start=10.2, end=10.9)`.
+    """
+
+    group: str
+    """Device group."""
+    worker: str
+    role: str
+    """Role, or roles joined by +, that worked."""
+    task: str
+    """rollout, score, prepare, train, update, publish, install, checkpoint, …"""
+    step: int
+    micro_batch: int | None
+    """Number within the step; None where the task is not about one."""
+    version: int | None
+    """Policy version used, or moved; None where none is."""
+    start: float
+    """Seconds since the run began."""
+    end: float
+    device: str | None = None
+    """The device worked on, where several workers take turns on it; None: the worker has one of its own."""
+
+    @property
+    def place(self) -> str:
+        """What is busy during the event, and idle otherwise."""
+        return self.device or self.worker
+
+
+class EventLog:
+    """Appends events to a file, one JSON object a line. `flush` (once a step) makes them visible to readers."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def append(self, event: Event) -> None:
+        self._file.write(json.dumps(asdict(event)) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a file, of a finished or a running run. Raises ValueError naming file and line where a line is no event."""
+    events = []
+    for number, fields in read_objects(path):
+        try:
+            events.append(Event(**fields))
+        except TypeError as error:
+            raise ValueError(f"{path}, line {number}: not an event ({error})") from error
+    return events

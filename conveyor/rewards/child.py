@@ -1,0 +1,71 @@
+"""The process a reward function runs in: `python -m conveyor.rewards.child FD FUNCTION KEY`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from conveyor.config import UserError
+from conveyor.rewards.functions import accepted, check_columns, checked_scores, load_function, where_raised
+
+
+def serve(pipe: Connection, function: Callable[..., Any], key: str) -> None:
+    """Answer calls until the caller closes the pipe."""
+    # One loop for all calls: an async function may keep clients that belong to it.
+    loop = asyncio.new_event_loop()
+    while True:
+        try:
+            arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(function, key, arguments, loop))
+
+
+def _answer(function: Callable[..., Any], key: str, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> tuple[str, Any]:
+    try:
+        check_columns(function, key, arguments)
+        result = function(**accepted(function, arguments))
+        if inspect.isawaitable(result):
+            result = loop.run_until_complete(_wait(result))
+    except UserError as error:
+        return "failed", str(error)
+    except Exception as error:
+        traceback.print_exception(error)
+        return "failed", f"raised {where_raised(error)}"
+    try:
+        return "scores", checked_scores(result, len(arguments["prompts"]))
+    except ValueError as error:
+        return "failed", str(error)
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+def _end_with_caller() -> None:
+    sys.stdin.buffer.read()  # returns when the caller's end closes
+    os._exit(0)
+
+
+def main() -> None:
+    descriptor, named, key = sys.argv[1:]
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    pipe = Connection(int(descriptor))
+    try:
+        function = load_function(named, key)
+    except UserError as error:
+        pipe.send(("refused", str(error)))
+        return
+    pipe.send(("ready", ""))
+    serve(pipe, function, key)
+
+
+if __name__ == "__main__":
+    main()

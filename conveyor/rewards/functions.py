@@ -1,0 +1,151 @@
+"""What a reward function is: how it is named, what it is given, what it may return.
+
+    def reward(prompts, completions, **columns) -> list[float | None]
+
+`prompts` and `completions` hold one text a sample, or, where the prompt was messages, one list of
+messages (the completion is then one assistant message). Every other column of the dataset arrives
+under its name as a list, and `completion_ids` as lists of token ids. None = the reward does not
+apply to that sample. The function may be `async`. TRL's reward functions have the same form.
+
+It must judge each sample by itself: which samples share a call depends on the micro-batch.
+
+This module stays free of torch: the function's own process imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from conveyor.config import UserError
+
+GIVEN = ("prompts", "completions", "completion_ids")
+"""Arguments every call has; all others are columns of the dataset."""
+
+
+def load_function(named: str, key: str) -> Callable[..., Any]:
+    """Import the function named `path.py:function` or `package.module:function`; `key` is where the recipe names it.
+
+    Raises:
+        UserError: no such file, module or function, an import that fails, or something that
+            cannot be called with `prompts` and `completions` as keywords.
+    """
+    where, colon, name = named.rpartition(":")
+    if not colon or not where or not name:
+        raise UserError(f"{key}: {named!r} is not path.py:function or package.module:function")
+    module = _load_file(where, key) if where.endswith(".py") else _load_module(where, key)
+    function = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if function is None:
+        raise UserError(f"{key}: {where} has no {name}")
+    if not callable(function):
+        raise UserError(f"{key}: {named} is a {type(function).__name__}, not a function")
+    parameters = _parameters(function)
+    if parameters is not None:
+        missing = [given for given in ("prompts", "completions") if given not in parameters and not _takes_any(parameters)]
+        if missing:
+            raise UserError(f"{key}: {named} takes no argument {' nor '.join(missing)}")
+    return function
+
+
+def check_columns(function: Callable[..., Any], key: str, columns: Iterable[str]) -> None:
+    """Refuse a function that asks for a column the dataset does not have.
+
+    Raises:
+        UserError: names the missing column and those there are.
+    """
+    have = set(columns)
+    for name, parameter in (_parameters(function) or {}).items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and name not in have and name not in GIVEN:
+            listed = ", ".join(sorted(have)) or "no other columns"
+            raise UserError(f"{key}: the function asks for the column {name}; the data has {listed}")
+
+
+def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments the function's signature has a place for: all of them, if it takes `**columns`."""
+    parameters = _parameters(function)
+    if parameters is None or _takes_any(parameters):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def checked_scores(result: Any, count: int) -> list[float | None]:
+    """What a function returned, as floats.
+
+    Raises:
+        ValueError: not a list of `count` finite numbers or None.
+    """
+    if hasattr(result, "tolist"):  # an array or a tensor
+        result = result.tolist()
+    if not isinstance(result, list | tuple):
+        raise ValueError(f"returned a {type(result).__name__}, not a list of numbers")
+    if len(result) != count:
+        raise ValueError(f"returned {len(result)} scores for {count} samples")
+    return [_score(value) for value in result]
+
+
+def _score(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes):
+        raise ValueError(f"returned the text {value!r} as a score")
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"returned a {type(value).__name__} as a score") from None
+    if not math.isfinite(score):
+        raise ValueError(f"returned the score {score}")
+    return score
+
+
+def where_raised(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero (rewards.py:14)`: one line, with the innermost place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return type(error).__name__ + (f": {text}" if text else "") + place
+
+
+def _load_file(where: str, key: str) -> Any:
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"{key}: no such file {where}")
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # at the end: the file may import its neighbours but hides nothing
+    spec = importlib.util.spec_from_file_location(f"conveyor_reward_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{key}: importing {where}: {where_raised(error)}") from error
+    return module
+
+
+def _load_module(where: str, key: str) -> Any:
+    try:
+        return importlib.import_module(where)
+    except Exception as error:
+        raise UserError(f"{key}: importing {where}: {where_raised(error)}") from error
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C have none
+        return None
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

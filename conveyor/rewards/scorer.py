@@ -1,0 +1,106 @@
+"""One reward function applied to rollouts: its arguments, its time-outs, its failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conveyor.config import UserError, sections
+from conveyor.rewards.functions import GIVEN
+from conveyor.rewards.process import CallFailed, CallTimeout, FunctionProcess
+
+if TYPE_CHECKING:  # the function's own process imports this package and should not load torch
+    from conveyor.types import Rollout
+
+ISOLATION_TIMEOUTS = 2
+"""Samples called alone may time out this often before the rest of the call is given up."""
+
+
+class RewardError(UserError):
+    """A reward function failed; the text names the reward and the dataset's row."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionScores:
+    """One entry a sample, in the order given."""
+
+    scores: tuple[float | None, ...]
+    timeouts: int
+    """Samples scored None because the function did not answer in time."""
+    errors: int
+    """Samples scored None because the function failed (`on_error: skip`)."""
+
+
+class FunctionReward:
+    """A reward function in its process. A sample it does not answer for is scored None.
+
+    When a call for several samples fails, each is called alone, so that only those that fail are
+    lost and the message can name the row; after 2 time-outs more the rest are given up.
+    """
+
+    def __init__(self, reward: sections.Reward) -> None:
+        assert reward.function is not None
+        self._reward = reward
+        self._process = FunctionProcess(reward.function, f"rewards.{reward.name}.function")
+
+    def start(self) -> None:
+        """Import the function in its process; raises UserError where that fails."""
+        self._process.start()
+
+    def close(self) -> None:
+        self._process.close()
+
+    def score(self, rollouts: Sequence[Rollout]) -> FunctionScores:
+        """Score the samples of a micro-batch.
+
+        Raises:
+            RewardError: the function raised or returned something else than finite numbers and
+                None, and the recipe's `on_error` is `stop`.
+        """
+        if len(rollouts) > 1:
+            try:
+                return FunctionScores(tuple(self._call(rollouts)), 0, 0)
+            except (CallTimeout, CallFailed):
+                pass  # found out below, sample by sample
+        scores: list[float | None] = [None] * len(rollouts)
+        timeouts = errors = 0
+        for place, rollout in enumerate(rollouts):
+            if timeouts == ISOLATION_TIMEOUTS:
+                timeouts += len(rollouts) - place
+                break
+            try:
+                (scores[place],) = self._call([rollout])
+            except CallTimeout:
+                timeouts += 1
+            except CallFailed as error:
+                if self._reward.on_error == "stop":
+                    raise RewardError(f"reward {self._reward.name}: row {rollout.prompt.row}: {error}") from None
+                errors += 1
+        return FunctionScores(tuple(scores), timeouts, errors)
+
+    def _call(self, rollouts: Sequence[Rollout]) -> list[float | None]:
+        return self._process.call(call_arguments(rollouts), self._reward.timeout)
+
+
+def call_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What the function is called with (see `functions`): lists with one entry a sample.
+
+    A column that only some rows have is None for the others.
+    """
+    columns = sorted({name for rollout in rollouts for name in rollout.prompt.columns} - set(GIVEN))
+    arguments: dict[str, Any] = {
+        "prompts": [_prompt(rollout) for rollout in rollouts],
+        "completions": [_completion(rollout) for rollout in rollouts],
+        "completion_ids": [rollout.response_ids.tolist() for rollout in rollouts],
+    }
+    return arguments | {name: [rollout.prompt.columns.get(name) for rollout in rollouts] for name in columns}
+
+
+def _prompt(rollout: Rollout) -> str | list[dict[str, Any]]:
+    messages = rollout.prompt.messages
+    return rollout.prompt.text if messages is None else [dict(message) for message in messages]
+
+
+def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
+    return rollout.text if rollout.prompt.messages is None else [{"role": "assistant", "content": rollout.text}]

@@ -1,0 +1,91 @@
+"""The ranks of the fit loop: this process for one, Ray actors for several."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from conveyor.config import OfflineRecipe
+from conveyor.offline.fit import MetricsRow, fit
+from conveyor.offline.task import Task
+from conveyor.workers.placement import Placement
+
+BACKEND = "cpu:gloo,cuda:nccl"
+
+
+def fit_here(recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBase, start: int) -> Iterator[MetricsRow]:
+    """Run the loop in this process, on all of its cores or its one GPU."""
+    if not dist.is_initialized():
+        # A group of one needs no port. It is left to the process: DeepSpeed keeps a reference and survives no second one.
+        dist.init_process_group(BACKEND if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield from fit(recipe, task, tokenizer, start)
+
+
+def fit_on(
+    placement: Placement, recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBase, start: int
+) -> Iterator[MetricsRow]:
+    """Run the loop on every device of the placement's group `train`; yields rank 0's rows as they come.
+
+    A rank that fails ends the run with its error, even while others wait for it in a collective.
+    """
+    import ray
+
+    ranks = placement.slots("train")
+    workers = [placement.actor(FitWorker, "train", rank, rank=rank, ranks=ranks) for rank in range(ranks)]
+    address, port = ray.get(workers[0].endpoint.remote())
+    ray.get([worker.join.remote(address, port) for worker in workers])
+    work = ray.put((recipe, task, tokenizer, start))
+    rows = workers[0].fit.options(num_returns="streaming").remote(work)
+    others = [worker.fit_silently.remote(work) for worker in workers[1:]]
+    while True:
+        ready, _ = ray.wait([rows, *others], num_returns=1)
+        for ended in (ref for ref in ready if ref is not rows):
+            ray.get(ended)
+            others.remove(ended)
+        if rows in ready:
+            try:
+                yield ray.get(next(rows))
+            except StopIteration:
+                break
+    ray.get(others)
+
+
+class FitWorker:
+    """One rank, on its own device."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+
+    def endpoint(self) -> tuple[str, int]:
+        """Where the ranks can meet: an address of this node and a free port on it."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def join(self, address: str, port: int) -> None:
+        backend = BACKEND if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=self._rank, world_size=self._ranks)
+
+    def fit(self, work: tuple[OfflineRecipe, Task[Any], PreTrainedTokenizerBase, int]) -> Iterator[MetricsRow]:
+        yield from fit(*work)
+
+    def fit_silently(self, work: tuple[OfflineRecipe, Task[Any], PreTrainedTokenizerBase, int]) -> None:
+        for _ in fit(*work):
+            pass
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

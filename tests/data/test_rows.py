@@ -1,0 +1,86 @@
+import json
+
+import datasets
+import pytest
+
+from conveyor.config import UserError
+from conveyor.data.rows import BadRows, read_rows
+
+
+def read(path, policy="error"):
+    return list(read_rows(str(path), "train", BadRows(policy)))
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+ROWS = [{"prompt": "a\u2028b", "n": "007"}, {"prompt": "ü", "n": "8"}]
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.parquet"])
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    path = tmp_path / name
+    if name == "d.jsonl":
+        write(path, "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n")
+    elif name == "d.json":
+        write(path, json.dumps(ROWS))
+    elif name == "d.csv":
+        datasets.Dataset.from_list(ROWS).to_csv(path)
+    else:
+        datasets.Dataset.from_list(ROWS).to_parquet(path)
+    rows = read(path)
+    assert [dict(row.values) for row in rows] == ROWS
+    assert [row.number for row in rows] == [0, 1]
+
+
+def test_place_is_the_line_of_the_file(tmp_path):
+    path = write(tmp_path / "d.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert [row.place for row in read(path)] == [f"{path}:1", f"{path}:3"]
+
+
+def test_byte_order_mark_and_windows_lines(tmp_path):
+    path = write(tmp_path / "d.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [row.values["prompt"] for row in read(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", '{"a": 1}\n{"a": \n', r"d.jsonl:2: not valid JSON"),
+        ("d.jsonl", '{"a": 1}\n[1]\n', r"d.jsonl:2: a row is a JSON object, this is a list"),
+        ("d.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"d.jsonl:2: not UTF-8 \(byte 0xff\)"),
+        ("d.json", '[\n{"a": 1},\n]', r"d.json:3: not valid JSON"),
+        ("d.json", '{"a": 1}', r"d.json: a .json dataset is one list of objects"),
+        ("d.json", "[{}, 1]", r"d.json: row 1: must be an object, not int"),
+        ("d.csv", "a,b\n1,2\n3\n", r"d.csv:3: fewer cells than the header has"),
+        ("d.csv", "a,b\n1,2,3\n", r"d.csv:2: more cells than the header has"),
+        ("d.parquet", "nonsense", r"data.path: .*d.parquet: not a Parquet file"),
+        ("d.txt", "x", r"data.path: .*d.txt: unknown extension; one of .jsonl, .json, .parquet, .csv"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_with_its_place(tmp_path, name, content, message):
+    with pytest.raises(UserError, match=message) as error:
+        read(write(tmp_path / name, content))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(UserError, match=r"data.path: .*absent.jsonl: no such file"):
+        read(tmp_path / "absent.jsonl")
+    with pytest.raises(UserError, match=r"data.path: .* is a folder"):
+        read(tmp_path)
+
+
+def test_bad_rows_are_dropped_and_counted_where_the_recipe_says_so(tmp_path, caplog):
+    path = write(tmp_path / "d.jsonl", '{"a": 1}\nnonsense\n{"a": 2}\n')
+    bad = BadRows("drop")
+    assert [row.number for row in read_rows(str(path), "train", bad)] == [0, 2]
+    bad.report(2, str(path))
+    assert f"dropped 1 malformed rows of 3; the first: {path}:2: not valid JSON" in caplog.text
+
+
+def test_empty_dataset_and_all_bad():
+    with pytest.raises(UserError, match="x: the dataset is empty"):
+        BadRows("drop").report(0, "x")

@@ -1,0 +1,62 @@
+"""A run's folder: never two runs in one, never half a checkpoint or model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conveyor.config import OfflineRecipe, UserError, parse_recipe
+from conveyor.run_folder import RunFolder, complete_or_absent
+
+
+def recipe(folder: Path, **changes: object) -> OfflineRecipe:
+    made = parse_recipe({"method": "sft", "output_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d"}, **changes})
+    assert isinstance(made, OfflineRecipe)
+    return made
+
+
+def test_a_folder_with_a_run_is_refused_unless_resumed_or_overwritten(tmp_path: Path) -> None:
+    folder = RunFolder.open(recipe(tmp_path / "run"))
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    folder.metrics.write_text("{}\n")
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder.open(recipe(tmp_path / "run"))
+    RunFolder.open(recipe(tmp_path / "run", checkpoint={"resume": True}))
+    assert folder.metrics.exists()
+    RunFolder.open(recipe(tmp_path / "run", overwrite=True))
+    assert not folder.metrics.exists() and (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        RunFolder.check(recipe(tmp_path / "run"))
+
+
+def test_checkpoints_are_complete_or_absent_and_the_newest_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 10):
+        (folder.begin_checkpoint(step) / "weights").write_text(str(step))
+        assert step not in [folder.newest_checkpoint() and folder.newest_checkpoint()[0]]
+        folder.commit_checkpoint(step, keep=2)
+    newest = folder.newest_checkpoint()
+    assert newest is not None and newest[0] == 10 and (newest[1] / "weights").read_text() == "10"
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_10", "step_2"]
+
+
+def test_a_failed_write_leaves_the_older_folder(tmp_path: Path) -> None:
+    with complete_or_absent(tmp_path / "model") as aside:
+        (aside / "weights").write_text("old")
+    with pytest.raises(RuntimeError), complete_or_absent(tmp_path / "model") as aside:
+        (aside / "weights").write_text("half")
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "weights").read_text() == "old"
+
+
+def test_rewind_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "rew')
+    folder.events.write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2)))
+    folder.rewind(2)
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
+    assert [json.loads(line)["step"] for line in folder.events.read_text().splitlines()] == [0, 1]
