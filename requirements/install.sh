@@ -11,7 +11,7 @@ if [ ! -x "$venv/bin/python" ]; then
   stage "creating $venv with $("$python" --version)"
   "$python" -m venv "$venv"
 fi
-pip=("$venv/bin/python" -m pip --quiet)
+pip=("$venv/bin/python" -m pip -qq)
 
 stage "installing $(cat "${@}" | grep -c '==') pinned packages, about 3 minutes"
 # Without dependency resolution: the locks are complete, and leave out on purpose what some packages ask for (see cpu.txt).

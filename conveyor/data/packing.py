@@ -64,6 +64,9 @@ class PackedBatch:
     loss_mask: Tensor
     """bool [B, T]: True where the token is a target, predicted at the position before; False for each sample's first token."""
 
+    def to(self, device: torch.device) -> PackedBatch:
+        return PackedBatch(self.input_ids.to(device), self.position_ids.to(device), self.loss_mask.to(device))
+
 
 def collate(rows: Sequence[Row], pad_token_id: int) -> PackedBatch:
     """Rows side by side, padded on the right to the longest."""

@@ -3,6 +3,8 @@
     prompt   response           input_ids            response space
     1 5 6    7 8 2       ──▶    1 5 6 7 8 2          7 8 2
     1 5      9                  1 5 9 0 0 0          9 0 0
+
+`TrainBatch` has the same layout, with everything training needs beside it.
 """
 
 from __future__ import annotations

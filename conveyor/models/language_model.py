@@ -33,7 +33,7 @@ class TokenHead(nn.Linear):
             head.bias = linear.bias
         return head
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden: Tensor, ids: Tensor | None = None, temperature: float = 1.0, entropy_grad: bool = False, chunk: int | None = None
     ) -> Any:
         """hidden [..., H] → logits [..., V]; with `ids` int64 [N], hidden [N, H] → log-probs [N] and entropies [N], float32."""
@@ -55,7 +55,9 @@ def load_language_model(model: sections.Model) -> PreTrainedModel:
     Raises:
         UserError: the folder or hub id holds no causal language model.
     """
-    loaded = load_pretrained(AutoModelForCausalLM, model)[0]
+    loaded, info = load_pretrained(AutoModelForCausalLM, model)
+    if info["missing_keys"]:
+        raise UserError(f"model.path: {model.path}: not a causal language model: it has no {sorted(info['missing_keys'])[0]}")
     head = loaded.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError(f"model.path: {model.path}: its output layer is {type(head).__name__}, only linear ones are supported")
@@ -81,17 +83,15 @@ def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> 
         raise UserError(f"model.path: {model.path}: cannot be loaded as a model: {str(error).strip().splitlines()[0]}") from error
     finally:
         logging.set_verbosity(verbosity)
-    loaded.config.use_cache = False
+    _remove_dropout(loaded)
     loaded.eval()
     if model.gradient_checkpointing:
         loaded.gradient_checkpointing_enable({"use_reentrant": False})
-        _train_without_dropout(loaded)
+        loaded.train()  # transformers recomputes activations in training mode only
     return loaded, info
 
 
-def _train_without_dropout(model: PreTrainedModel) -> None:
-    """transformers recomputes activations in training mode only; there, every dropout is set to 0."""
-    model.train()
+def _remove_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -107,9 +107,7 @@ def positions(attention_mask: Tensor) -> Tensor:
 
 def last_hidden(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Hidden states [B, T, H] that the output layer reads; one pass of the backbone."""
-    outputs = model.base_model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions(attention_mask), use_cache=False
-    )
+    outputs = model.base_model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions(attention_mask), use_cache=False)
     return outputs.last_hidden_state
 
 

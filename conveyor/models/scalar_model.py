@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from conveyor.config import UserError, sections
+from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.models.language_model import last_hidden, load_pretrained, spread, states_before
 
 
-def load_scalar_model(model: sections.Model, new_head: bool) -> PreTrainedModel:
+def load_scalar_model(model: sections.Model, new_head: bool = False) -> PreTrainedModel:
     """A sequence classifier with one label, on CPU, without dropout.
 
     Args:
@@ -36,6 +36,11 @@ def load_scalar_model(model: sections.Model, new_head: bool) -> PreTrainedModel:
     if loaded.config.num_labels != 1:
         raise UserError(f"{model.path}: a score needs a classifier with one label, this one has {loaded.config.num_labels}")
     return loaded
+
+
+def load_critic(recipe: OnlineRecipe) -> PreTrainedModel:
+    """The critic a run starts with: the recipe's, or its model with a head of zeros."""
+    return load_scalar_model(recipe.critic or recipe.model, new_head=recipe.critic is None)
 
 
 def score_head(model: PreTrainedModel) -> nn.Linear:

@@ -16,7 +16,6 @@ import io
 import logging
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from conveyor.config import sections
+from conveyor.run_folder import complete_or_absent
 from conveyor.workers.reports import StepReport
 
 P = ParamSpec("P")
@@ -154,7 +154,7 @@ class TrainEngine:
     def _optimizer_idle(self, when: bool) -> Iterator[None]:
         """DeepSpeed clears its gradients as in any step, but AdamW does nothing."""
         if when:
-            self._optimizer.step = lambda closure=None: None  # type: ignore[method-assign, misc, assignment]
+            self._optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -214,18 +214,12 @@ def schedule_factor(update: int, total: int, warmup_ratio: float, schedule: str)
 
 
 def write_pretrained(model: Any, weights: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
-    """Write beside `folder`, then rename, so that a reader never sees half a model."""
-    aside, old = folder.with_name(folder.name + ".writing"), folder.with_name(folder.name + ".old")
-    for leftover in (aside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    with _quiet():
+    """A folder that `from_pretrained` loads, complete or absent, in the place of an older one."""
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id  # classifiers need it to score a batch
+    with complete_or_absent(folder) as aside, _quiet():
         model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _deepspeed(accelerator: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 import torch
 from torch import distributed as dist
@@ -43,7 +43,7 @@ def fit(recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBa
     """
     folder = RunFolder(recipe.output_dir)
     order = epoch_order(recipe, len(task.items))
-    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     engine = TrainEngine(task.load_model(), recipe.train, learning_rate=recipe.train.learning_rate, total_updates=len(order),
                          dtype=recipe.model.dtype, accelerator=accelerator)  # fmt: skip
@@ -51,8 +51,6 @@ def fit(recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBa
         engine.load(folder.checkpoints / f"step_{start}")
     trainer = _Trainer(task, engine, recipe.train.micro_batch_size, dist.get_rank(), dist.get_world_size())
     for step in range(start, len(order)):
-        # Dropout must not depend on where a run was interrupted.
-        torch.manual_seed(hash((recipe.seed, step, trainer.rank)) % 2**63)
         row = {"step": step + 1, "epoch": order.epoch(step), **trainer.update([task.items[i] for i in order.items(step)])}
         if task.eval_items and (order.ends_epoch(step) or step + 1 == len(order)):
             row |= {f"eval/{name}": value for name, value in trainer.evaluate(task.eval_items).items()}
@@ -73,7 +71,6 @@ class _Trainer(Generic[Item]):
     def update(self, items: Sequence[Item]) -> MetricsRow:
         """One optimizer step over `items`."""
         began = time.perf_counter()
-        self.engine.model.train()
         metrics: list[Metrics] = []
         batches = list(self._micro_batches(items))
         for number, batch in enumerate(batches, start=1):
@@ -92,7 +89,6 @@ class _Trainer(Generic[Item]):
     @torch.no_grad()
     def evaluate(self, items: Sequence[Item]) -> MetricsRow:
         """The task's metrics over all of `items`."""
-        self.engine.model.eval()
         metrics: list[Metrics] = []
         for batch in self._micro_batches(items):
             mine = batch[self.rank :: self.ranks]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.config import OfflineRecipe
@@ -39,8 +39,10 @@ class RewardModelTask:
     def samples(self) -> list[Sample]:
         return [sample for pair in (*self.items, *self.eval_items) for sample in (pair.chosen, pair.rejected)]
 
-    def load_model(self) -> nn.Module:
-        return load_scalar_model(self.recipe.model)
+    def load_model(self) -> PreTrainedModel:
+        """A classifier goes on with its own head, any other model gets a new one."""
+        architectures = AutoConfig.from_pretrained(self.recipe.model.path).architectures or []
+        return load_scalar_model(self.recipe.model, new_head=not any("SequenceClassification" in name for name in architectures))
 
     def denominator(self, item: Pair) -> int:
         return 1
@@ -48,7 +50,7 @@ class RewardModelTask:
     def tokens(self, item: Pair) -> int:
         return item.tokens
 
-    def outputs(self, model: nn.Module, items: Sequence[Pair]) -> Tensor:
+    def outputs(self, model: PreTrainedModel, items: Sequence[Pair]) -> Tensor:
         """float32 [2B]: scores of the chosen samples, then of the rejected ones."""
         samples = [pair.chosen for pair in items] + [pair.rejected for pair in items]
         input_ids, attention_mask = pad_right([torch.from_numpy(sample.ids).long() for sample in samples])

@@ -27,13 +27,13 @@ def check_offline(recipe: OfflineRecipe) -> dict[str, int]:
     Raises:
         UserError: see `run_offline`.
     """
-    task, _ = _prepare(recipe)
+    task, _, updates = _prepare(recipe)
     return {
         "samples": len(task.samples),
         "items": len(task.items),
         "eval_items": len(task.eval_items),
         "tokens": sum(len(sample.ids) for sample in task.samples),
-        "updates": len(epoch_order(recipe, len(task.items))),
+        "updates": updates,
         "ranks": _ranks(recipe),
     }
 
@@ -47,7 +47,7 @@ def run_offline(recipe: OfflineRecipe) -> MetricsRow:
     from conveyor.workers.fit import fit_here, fit_on
     from conveyor.workers.placement import Placement
 
-    task, tokenizer = _prepare(recipe)
+    task, tokenizer, updates = _prepare(recipe)
     ranks = _ranks(recipe)
     with ExitStack() as stack:
         placement = stack.enter_context(Placement.create({"train": ranks}, recipe.ray, telemetry=recipe.telemetry)) if ranks > 1 else None
@@ -55,10 +55,11 @@ def run_offline(recipe: OfflineRecipe) -> MetricsRow:
         newest = folder.newest_checkpoint() if recipe.checkpoint.resume else None
         start = newest[0] if newest else 0
         rows = fit_on(placement, recipe, task, tokenizer, start) if placement else fit_here(recipe, task, tokenizer, start)
-        return _record(recipe, folder, rows, len(epoch_order(recipe, len(task.items))), start)
+        return _record(recipe, folder, rows, updates, start)
 
 
-def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, PreTrainedTokenizerBase]:
+def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, PreTrainedTokenizerBase, int]:
+    """The data of a sound recipe, the tokenizer, and the number of updates."""
     RunFolder.check(recipe)
     _check_devices(recipe)
     tokenizer = load_tokenizer(recipe.model)
@@ -75,7 +76,7 @@ def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, P
         raise UserError(f"data.max_length: {longest.place} has {len(longest.ids)} tokens, the model takes {limit}")
     if recipe.checkpoint.resume:
         _check_resumed(recipe)
-    return task, tokenizer
+    return task, tokenizer, len(epoch_order(recipe, len(task.items)))
 
 
 def _model_config(recipe: OfflineRecipe) -> Any:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.config import OfflineRecipe
 from conveyor.data.packing import PackedBatch, Row, collate, pack
 from conveyor.data.samples import Sample
 from conveyor.data.sft import load_sft
-from conveyor.models.language_model import load_language_model, target_logprobs
+from conveyor.models.language_model import load_language_model
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SupervisedTask:
     def samples(self) -> list[Sample]:
         return [sample for row in (*self.items, *self.eval_items) for sample in row]
 
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> PreTrainedModel:
         return load_language_model(self.recipe.model)
 
     def denominator(self, item: Row) -> int:
@@ -49,12 +49,19 @@ class SupervisedTask:
     def tokens(self, item: Row) -> int:
         return sum(len(sample.ids) for sample in item)
 
-    def outputs(self, model: nn.Module, items: Sequence[Row]) -> Tensor:
+    def outputs(self, model: PreTrainedModel, items: Sequence[Row]) -> Tensor:
         """float32 [N]: log-probabilities of the learnt tokens, row by row."""
-        batch: PackedBatch = collate(items, self.pad_token_id)
         where = next(model.parameters()).device
-        return target_logprobs(model, batch.input_ids.to(where), batch.position_ids.to(where), batch.loss_mask.to(where))
+        return target_logprobs(model, collate(items, self.pad_token_id).to(where))
 
     def loss(self, outputs: Tensor, items: Sequence[Row]) -> tuple[Tensor, Metrics]:
         total = -outputs.sum()
         return total, {"loss": Mean(total.item(), outputs.numel())}
+
+
+def target_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    """float32 [N]: log-probabilities of the N tokens in the loss, row by row. Only they meet the output layer."""
+    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+    targets = batch.loss_mask[:, 1:]
+    logprobs, _ = model.get_output_embeddings()(hidden[:, :-1][targets], batch.input_ids[:, 1:][targets])
+    return logprobs

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from conveyor.algorithms.metrics import Metrics
 
@@ -24,7 +25,7 @@ class Task(Protocol[Item]):
     def eval_items(self) -> Sequence[Item]:
         """The held-out set, may be empty."""
 
-    def load_model(self) -> nn.Module:
+    def load_model(self) -> PreTrainedModel:
         """The model to train, freshly loaded."""
 
     def denominator(self, item: Item) -> int:
@@ -33,7 +34,7 @@ class Task(Protocol[Item]):
     def tokens(self, item: Item) -> int:
         """Tokens of the forward pass, padding not counted."""
 
-    def outputs(self, model: nn.Module, items: Sequence[Item]) -> Tensor:
+    def outputs(self, model: PreTrainedModel, items: Sequence[Item]) -> Tensor:
         """The forward pass: all that reads weights. Runs inside DeepSpeed's forward."""
 
     def loss(self, outputs: Tensor, items: Sequence[Item]) -> tuple[Tensor, Metrics]:

@@ -43,10 +43,7 @@ def connect(ray_section: sections.Ray, telemetry: bool = False) -> bool:
     Raises:
         UserError: no cluster answers at the address.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if telemetry else "0"
-    # Workers run in this interpreter's environment, also under `uv run`, and see their GPUs as Ray gives them.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    set_environment(telemetry)
     import ray
 
     if ray.is_initialized():
@@ -65,6 +62,14 @@ def connect(ray_section: sections.Ray, telemetry: bool = False) -> bool:
     store = None if gib is None else int(gib * 2**30)
     ray.init(address="local", num_cpus=cores, num_gpus=gpus, include_dashboard=False, object_store_memory=store, **quiet)
     return True
+
+
+def set_environment(telemetry: bool) -> None:
+    """Ray's switches that are read when it is imported or started."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if telemetry else "0"
+    # Workers run in this interpreter's environment, also under `uv run`, and see their GPUs as Ray gives them.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def available(ray_section: sections.Ray) -> Devices:

@@ -14,15 +14,15 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from conveyor.config import OnlineRecipe, sections
+from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
 from conveyor.models.joining import Joined, join, pad_right, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
@@ -30,7 +30,7 @@ from conveyor.models.scalar_model import load_critic, load_scalar_model, respons
 from conveyor.rewards import FunctionReward, FunctionScores
 from conveyor.types import PartialScores, Rollout
 from conveyor.workers.reports import InstallReport, Publication, ScoreReport, Span, WorkerInfo
-from conveyor.workers.weight_sync import checked, read
+from conveyor.workers.weight_sync import Bucket, checked, read
 
 
 class ScoreWorker:
@@ -42,7 +42,7 @@ class ScoreWorker:
         cores: core ids on CPU; None: GPU.
         """
         self._recipe, self._roles, self._cores = recipe, roles, cores
-        self._models: dict[str, nn.Module] = {}
+        self._models: dict[str, PreTrainedModel] = {}
         self._functions: dict[str, FunctionReward] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         """Reward models that need the text encoded anew."""
@@ -66,7 +66,8 @@ class ScoreWorker:
                 self._functions[name].start()
         for role in self._roles:
             if role not in self._functions and role not in self._models:
-                self._models[role] = self._load(role, rewards.get(role)).to(self._device).eval().requires_grad_(False)
+                model = self._load(role, rewards.get(role)).eval()  # also ends gradient checkpointing
+                self._models[role] = model.to(self._device).requires_grad_(False)
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
         return WorkerInfo("score", socket.gethostname(), os.getpid(), device)
 
@@ -95,8 +96,8 @@ class ScoreWorker:
         timeouts, errors = sum(answer.timeouts for answer in answers.values()), sum(answer.errors for answer in answers.values())
         return ScoreReport(Span(start, time.time()), timeouts, errors), partial
 
-    def install(self, role: str, publication: Publication) -> InstallReport:
-        """Overwrite a snapshot's weights in place.
+    def install(self, role: str, publication: Publication, *, get: Callable[[Any], Bucket] | None = None) -> InstallReport:
+        """Overwrite a snapshot's weights in place. `get` is that of `weight_sync.read`.
 
         Raises:
             RuntimeError: the publication lacks a weight of the snapshot, or has one that it lacks.
@@ -104,7 +105,7 @@ class ScoreWorker:
         start = time.time()
         assert publication.version >= self._versions.get(role, 0), f"{role}: version {publication.version} after {self._versions[role]}"
         mismatched: list[str] = []
-        _overwrite(self._models[role], checked(read(publication), publication.checksums, mismatched))
+        _overwrite(self._models[role], checked(read(publication, get=get), publication.checksums, mismatched))
         self._versions[role] = publication.version
         return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), tuple(mismatched))
 
@@ -114,7 +115,7 @@ class ScoreWorker:
             function.close()
         self._threads.shutdown()
 
-    def _load(self, role: str, reward: sections.Reward | None) -> nn.Module:
+    def _load(self, role: str, reward: sections.Reward | None) -> PreTrainedModel:
         recipe = self._recipe
         if role == "reference":
             return load_language_model(recipe.reference or recipe.model)
@@ -123,11 +124,10 @@ class ScoreWorker:
         if role == "critic_snapshot":
             return load_critic(recipe)
         assert reward is not None and reward.model is not None, role
-        section = recipe.model.model_copy(update={"path": reward.model, "tokenizer": None, "chat_template": None})
-        tokenizer, policys = load_tokenizer(section), load_tokenizer(recipe.model)
-        if tokenizer.get_vocab() != policys.get_vocab():
+        tokenizer = _reward_tokenizer(reward)
+        if tokenizer.get_vocab() != load_tokenizer(recipe.model).get_vocab():
             self._tokenizers[role] = tokenizer
-        return load_scalar_model(section)
+        return load_scalar_model(recipe.model.model_copy(update={"path": reward.model}), new_head=False)
 
     def _run(self, role: str, batch: Joined, samples: Sequence[Rollout]) -> Tensor:
         """[B] for a reward model, [B, S] for the others."""
@@ -144,6 +144,14 @@ class ScoreWorker:
         anew = [reencode(sample, self._tokenizers[role], self._recipe.data.apply_chat_template) for sample in samples]
         input_ids, attention_mask = pad_right([torch.tensor(ids) for ids in anew])
         return sequence_scores(model, input_ids.to(self._device), attention_mask.to(self._device))
+
+
+def _reward_tokenizer(reward: sections.Reward) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(reward.model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"rewards.{reward.name}.model: no tokenizer can be read from {reward.model}: {reason}") from error
 
 
 def fetch(rollouts: Sequence[Any]) -> list[Rollout]:
@@ -166,7 +174,7 @@ def reencode(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, apply_chat_te
     return encode_prompt(tokenizer, prompt, apply_chat_template) + response + end
 
 
-def _overwrite(model: nn.Module, weights: Any) -> None:
+def _overwrite(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy named weights into a model. Tied weights may come under any one of their names."""
     own = dict(model.named_parameters(remove_duplicate=False))
     missing = {id(parameter): name for name, parameter in own.items()}

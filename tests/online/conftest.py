@@ -12,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conveyor.checks import check_online
 from conveyor.config import OnlineRecipe, parse_recipe
+from conveyor.pipeline.loop import run_placed
 from conveyor.run_folder import RunFolder
+from conveyor.workers.placement import Placement
 
 REWARD_FUNCTION = '''
 def vowels(prompts, completions, answer, **columns):
@@ -84,3 +87,18 @@ def make_recipe(tiny_policy: Path, tiny_reward_model: Path, prompts_file: Path, 
         return recipe
 
     return make
+
+
+@pytest.fixture
+def run(engine: Any, ray_session: Any) -> Callable[[OnlineRecipe], Finished]:
+    """Runs a recipe with the session's engine; it starts from whatever weights the last run left there."""
+
+    def go(recipe: OnlineRecipe) -> Finished:
+        order = check_online(recipe)
+        assert recipe.devices is not None
+        devices = {group: count for group, count in recipe.devices.items() if group != "rollout"}
+        with Placement.create(devices, recipe.ray) as placement:
+            run_placed(recipe, order, placement, engines=[engine])
+        return Finished(RunFolder(recipe.output_dir))
+
+    return go

@@ -1,0 +1,281 @@
+"""The train stage: one rank of a train group, with the actor, the critic, or both.
+
+    rollouts, scores ──▶ prepare ──▶ TrainBatch ──▶ forward_backward ──▶ … ──▶ optim_step ──▶ publish
+                           │ reports                 ▲ context            once an update, with
+                           └──────▶ driver ──────────┘                    its denominators
+
+Every rank of a group gets the same calls in the same order, and takes `samples[rank::world_size]` of each micro-batch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from conveyor.algorithms.advantages import gae, moments, whiten
+from conveyor.algorithms.losses import entropy_bonus, importance_weights, kl_loss, policy_loss, value_loss
+from conveyor.algorithms.metrics import Metrics, Moments
+from conveyor.config import OnlineRecipe, sections
+from conveyor.data.tokenizer import load_tokenizer
+from conveyor.models.batch import empty_batch, make_train_batch, merge_scores, sample_report
+from conveyor.models.language_model import load_language_model, response_logprobs
+from conveyor.models.scalar_model import load_critic, response_values
+from conveyor.models.train_engine import TrainEngine
+from conveyor.types import SampleId, Scored, TrainBatch
+from conveyor.workers.reports import (
+    Denominators,
+    MicroBatchKey,
+    OptimReport,
+    PrepareReport,
+    Publication,
+    SampleReport,
+    SampleRow,
+    Span,
+    StepReport,
+    TrainReport,
+    UpdateContext,
+    WorkerInfo,
+)
+from conveyor.workers.weight_sync import publish
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """This rank's share of a micro-batch."""
+
+    samples: list[Scored]
+    reports: list[SampleReport]
+    batch: TrainBatch
+    advantages: dict[SampleId, float]
+    """Of samples in the loss, mean over their tokens, as last trained."""
+
+
+class TrainWorker:
+    """Trains the models of one train group, on one rank."""
+
+    def __init__(
+        self,
+        recipe: OnlineRecipe,
+        roles: tuple[str, ...],
+        *,
+        rank: int,
+        world_size: int,
+        address: str,
+        port: int,
+        total_updates: int,
+        cores: tuple[int, ...] | None,
+    ) -> None:
+        """Args:
+        roles: `actor`, `critic` or both.
+        address, port: where the ranks meet; rank 0 listens there.
+        total_updates: of the whole run, for the learning rate schedule.
+        cores: core ids on CPU; None: GPU.
+        """
+        self._recipe, self._rank, self._world_size, self._cores = recipe, rank, world_size, cores
+        self._weights = {reward.name: reward.weight for reward in recipe.rewards}
+        self._prepared: dict[MicroBatchKey, _Prepared] = {}
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+            torch.set_num_threads(len(cores))
+        if not dist.is_initialized():
+            backend = "gloo" if cores is not None else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
+        self._tokenizer = load_tokenizer(recipe.model)
+        self._engines = {role: self._engine(role, total_updates) for role in roles}
+
+    def _engine(self, role: str, total_updates: int) -> TrainEngine:
+        recipe, train = self._recipe, self._recipe.train
+        section: sections.Model = recipe.model if role == "actor" else recipe.critic or recipe.model
+        return TrainEngine(
+            load_language_model(section) if role == "actor" else load_critic(recipe),
+            train,
+            learning_rate=train.learning_rate if role == "actor" else train.critic_learning_rate or train.learning_rate,
+            total_updates=total_updates,
+            dtype=section.dtype,
+            accelerator="cuda" if self._cores is None else "cpu",
+        )
+
+    def ready(self) -> WorkerInfo:
+        device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
+        return WorkerInfo(f"train {self._rank}", socket.gethostname(), os.getpid(), device)
+
+    # ── a micro-batch ────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, key: MicroBatchKey, rollouts: Sequence[Any], scores: Sequence[Any]) -> PrepareReport:
+        """Make this rank's share of a micro-batch ready; it is kept until its step is finished.
+
+        Args:
+            rollouts: `Rollout`s of the whole micro-batch, or references to them.
+            scores: `PartialScores` of its score parts, or references to them.
+        """
+        start = time.time()
+        algorithm = self._recipe.algorithm
+        samples = merge_scores(_fetch(rollouts), _fetch(scores))[self._rank :: self._world_size]
+        batch = make_train_batch(samples, self._weights, algorithm) if samples else empty_batch()
+        reports = [sample_report(sample, self._weights, algorithm) for sample in samples]
+        found: Moments | None = None
+        if self._recipe.uses_critic and algorithm.normalize == "update":
+            assert batch.values is not None, "whitening over the update needs the values of a snapshot"
+            advantages, _ = gae(batch.token_rewards, batch.values, batch.response_mask, algorithm.gamma, algorithm.lam)
+            found = moments(advantages, batch.loss_mask)
+        self._prepared[key] = _Prepared(samples, reports, batch, {})
+        return PrepareReport(key, tuple(reports), found, Span(start, time.time()))
+
+    def forward_backward(self, key: MicroBatchKey, shared: UpdateContext, last: bool) -> TrainReport:
+        """Add the micro-batch's gradient to the update's. `last`: no other micro-batch of this update follows."""
+        start = time.time()
+        prepared = self._prepared[key]
+        metrics: Metrics = {}
+        batch = _to(prepared.batch, next(iter(self._engines.values())).device)
+        advantages = self._given_advantages(prepared, shared, batch.response_mask)
+        if self._recipe.uses_critic:
+            advantages = self._critic_pass(batch, last, metrics)
+        assert advantages is not None
+        if shared.whiten is not None:
+            advantages = whiten(advantages, batch.response_mask, *shared.whiten)
+        if "actor" in self._engines:
+            self._actor_pass(batch, advantages, last, metrics)
+        prepared.advantages = _means(prepared.samples, advantages, batch.loss_mask)
+        # A rank without samples has nothing to report.
+        return TrainReport(metrics if prepared.samples else {}, Span(start, time.time()))
+
+    def _given_advantages(self, prepared: _Prepared, shared: UpdateContext, mask: Tensor) -> Tensor | None:
+        """Group estimators: the sample's advantage on each of its tokens [B, S]."""
+        if self._recipe.uses_critic:
+            return None
+        assert shared.outcome_advantages is not None
+        outcomes = [shared.outcome_advantages[sample.rollout.id] for sample in prepared.samples] or [0.0]
+        return torch.tensor(outcomes, device=mask.device)[:, None] * mask
+
+    def _critic_pass(self, batch: TrainBatch, last: bool, metrics: Metrics) -> Tensor:
+        """Advantages [B, S] by GAE; trains the critic if it lives here."""
+        algorithm = self._recipe.algorithm
+        values, engine = None, self._engines.get("critic")
+        if engine is not None:
+            values = engine.forward(response_values, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask)
+        old_values = batch.values if batch.values is not None or values is None else values.detach()
+        assert old_values is not None, "an actor without its critic needs the values of a snapshot"
+        advantages, returns = gae(batch.token_rewards, old_values, batch.response_mask, algorithm.gamma, algorithm.lam)
+        if engine is not None and values is not None:
+            loss, found = value_loss(values, old_values, returns, batch.loss_mask, algorithm.value_clip)
+            engine.backward(algorithm.value_coef * loss, last=last)
+            metrics.update(found)
+        return advantages
+
+    def _actor_pass(self, batch: TrainBatch, advantages: Tensor, last: bool, metrics: Metrics) -> None:
+        algorithm, mask = self._recipe.algorithm, batch.loss_mask
+        aggregation = algorithm.loss_aggregation
+        logprobs, entropy = self._engines["actor"].forward(
+            response_logprobs, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask,
+            self._recipe.rollout.temperature, entropy_grad=algorithm.entropy_coef > 0,
+        )  # fmt: skip
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        cap = self._recipe.importance_cap
+        loss, found = policy_loss(
+            logprobs,
+            old,
+            advantages,
+            mask,
+            clip_low=algorithm.clip_ratio,
+            clip_high=algorithm.clip_ratio_high or algorithm.clip_ratio,
+            aggregation=aggregation,
+            importance_weights=None if cap is None else importance_weights(old, batch.rollout_logprobs, mask, cap),
+        )
+        metrics.update(found)
+        if self._recipe.uses_reference and algorithm.kl_in == "loss":
+            assert batch.reference_logprobs is not None
+            kl, found = kl_loss(logprobs, batch.reference_logprobs, mask, estimator=algorithm.kl_estimator, aggregation=aggregation)
+            loss = loss + algorithm.kl_coef * kl
+            metrics["loss/kl"] = found["kl"]  # `kl` is the sampling policy's, over all tokens: the driver has it from the reports
+        bonus, found = entropy_bonus(entropy, mask, aggregation)
+        if algorithm.entropy_coef > 0:
+            loss = loss - algorithm.entropy_coef * bonus
+        metrics.update(found)
+        self._engines["actor"].backward(loss, last=last)
+
+    # ── an update, a step ────────────────────────────────────────────────────────────────────────
+
+    def optim_step(self, denominators: Denominators) -> OptimReport:
+        """One optimizer step of each model here. The actor's losses have one denominator, tokens or sequences by
+        `loss_aggregation`; the critic's is tokens."""
+        start = time.time()
+        by_tokens = self._recipe.algorithm.loss_aggregation == "token_mean"
+        actors = denominators.tokens if by_tokens else denominators.sequences
+        steps: dict[str, StepReport] = {
+            role: engine.step(actors if role == "actor" else denominators.tokens) for role, engine in self._engines.items()
+        }
+        return OptimReport(steps, Span(start, time.time()))
+
+    def publish(self, version: int, role: str) -> Publication | None:
+        """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them."""
+        verify = self._recipe.pipeline.verify_sync
+        return publish(self._engines[role].named_weights(), version, role, verify=verify, keep=self._rank == 0)
+
+    def finish_step(self, step: int) -> list[SampleRow]:
+        """Forget a step's micro-batches; returns the rows of this rank's samples, in prompt order."""
+        keys = [key for key in self._prepared if key.step == step]
+        rows = [row for key in keys for row in _rows(self._prepared.pop(key))]
+        return sorted(rows, key=lambda row: row.id)
+
+    # ── files ────────────────────────────────────────────────────────────────────────────────────
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Every rank calls it; each model goes to a folder of its own."""
+        for role, engine in self._engines.items():
+            engine.save(Path(folder) / role)
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        for role, engine in self._engines.items():
+            engine.load(Path(folder) / role)
+
+    def save_model(self, folder: str | Path, critic_folder: str | Path | None = None) -> None:
+        """The actor as a Hugging Face folder, and the critic too if it has one to go to."""
+        for role, place in {"actor": folder, "critic": critic_folder}.items():
+            if role in self._engines and place is not None:
+                self._engines[role].save_pretrained(Path(place), self._tokenizer)
+
+
+def _fetch(items: Sequence[Any]) -> list[Any]:
+    """Records themselves, or what their references stand for."""
+    import ray
+
+    if not any(isinstance(item, ray.ObjectRef) for item in items):
+        return list(items)
+    return ray.get(list(items))
+
+
+def _to(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    moved = {f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)}
+    return replace(batch, **moved)
+
+
+def _means(samples: Sequence[Scored], advantages: Tensor, mask: Tensor) -> dict[SampleId, float]:
+    """Mean advantage over the tokens in the loss, of samples that have any."""
+    counts = mask.sum(1)
+    means = (advantages.masked_fill(~mask, 0).sum(1) / counts.clamp(min=1)).tolist()
+    return {s.rollout.id: mean for s, mean, count in zip(samples, means, counts.tolist(), strict=False) if count}
+
+
+def _rows(prepared: _Prepared) -> list[SampleRow]:
+    return [
+        SampleRow(
+            id=report.id,
+            prompt=sample.rollout.prompt.text,
+            response=sample.rollout.text,
+            rewards=report.rewards,
+            score=report.score,
+            advantage=prepared.advantages.get(report.id),
+            version=report.oldest_version,
+            finish_reason=sample.rollout.finish_reason,
+        )
+        for sample, report in zip(prepared.samples, prepared.reports, strict=True)
+    ]

@@ -1,0 +1,64 @@
+"""One Ray, one tiny policy and one engine for the whole test session."""
+
+import os
+
+# Before anything imports these libraries: no network, no usage statistics, one thread a process.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conveyor.config import sections
+from tests.tiny import save_tiny_policy, save_tiny_reward_model
+
+ENGINE_ROLLOUT = sections.Rollout(max_response_length=64, max_concurrent_requests=16)
+ENGINE_SEED = 7
+ENGINE_MODEL_LENGTH = 448
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A local Ray with more logical CPUs than cores, so that two engines and two ranks fit."""
+    import ray
+
+    from conveyor.workers import placement
+
+    os.environ.pop("RAY_ADDRESS", None)
+    placement.set_environment(telemetry=False)
+    ray.init(
+        address="local", num_cpus=8, num_gpus=0, include_dashboard=False, object_store_memory=300 * 2**20,
+        log_to_driver=False, logging_level="ERROR",
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("models") / "policy")
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_reward_model(tmp_path_factory.mktemp("models") / "reward")
+
+
+@pytest.fixture(scope="session")
+def engine(ray_session: None, tiny_policy: Path) -> Iterator[Any]:
+    """A RolloutWorker actor with `tiny_policy`'s weights; who installs others puts these back."""
+    from conveyor.workers.placement import Placement
+    from conveyor.workers.rollout import RolloutWorker
+
+    with Placement.create({"rollout": 1}, sections.Ray()) as placement:
+        yield placement.actor(
+            RolloutWorker, "rollout", 0, model=sections.Model(path=str(tiny_policy)), rollout=ENGINE_ROLLOUT,
+            seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
+        )  # fmt: skip
