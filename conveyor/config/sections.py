@@ -84,7 +84,7 @@ class Algorithm(Section):
 
 class Train(Section):
     rollout_batch_size: PositiveInt = Field(32, description="prompts in a step (online methods)")
-    train_batch_size: PositiveInt | None = Field(None, description="samples in an update; default: the whole step")
+    train_batch_size: PositiveInt | None = Field(None, description="samples in an update; default: a step's, or micro_batch_size (offline)")
     micro_batch_size: PositiveInt = Field(8, description="samples in one forward/backward over all ranks (offline methods)")
     steps: PositiveInt | None = Field(None, description="stop after this many steps; default: as many as epochs give")
     epochs: PositiveInt = Field(1, description="passes over the dataset")

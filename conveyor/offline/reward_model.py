@@ -59,8 +59,8 @@ class RewardModelTask:
 
     def loss(self, outputs: Tensor, items: Sequence[Pair]) -> tuple[Tensor, Metrics]:
         margins = outputs[: len(items)] - outputs[len(items) :]
-        total = bradley_terry(margins)
-        n = len(items)
+        total, n = bradley_terry(margins), len(items)
+        margins = margins.detach()
         return total, {
             "loss": Mean(total.item(), n),
             "accuracy": Mean(float((margins > 0).sum()), n),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,9 +68,7 @@ def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, P
     task = TASKS[recipe.method].read(recipe, tokenizer)
     for sample in task.samples:
         if int(sample.ids.max()) >= config.vocab_size:
-            raise UserError(
-                f"model.tokenizer: {sample.place} has token {sample.ids.max()}, the model's vocabulary ends at {config.vocab_size}"
-            )
+            raise UserError(f"model.tokenizer: {sample.place} has token {sample.ids.max()}, the model has {config.vocab_size} tokens")
     longest = max(task.samples, key=lambda sample: len(sample.ids))
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and len(longest.ids) > limit:
@@ -80,6 +79,9 @@ def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, P
 
 
 def _model_config(recipe: OfflineRecipe) -> Any:
+    folder = Path(recipe.model.path).expanduser()
+    if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise UserError(f"model.path: {folder} holds no weights (*.safetensors or *.bin)")
     try:
         return AutoConfig.from_pretrained(recipe.model.path).get_text_config()
     except (OSError, ValueError) as error:

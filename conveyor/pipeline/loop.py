@@ -21,7 +21,7 @@ from conveyor.report.events import read_events
 from conveyor.report.page import write_report
 from conveyor.report.progress import RunProgress
 from conveyor.report.timeline import write_trace
-from conveyor.run_folder import RunFolder, complete_or_absent
+from conveyor.run_folder import RunFolder
 from conveyor.workers.placement import Placement, connect, default_devices
 from conveyor.workers.start import Workers, start_workers
 
@@ -73,8 +73,7 @@ def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, e
             recorder.close()
     write_trace(read_events(folder.events), folder.trace)
     write_report(folder.path)
-    with complete_or_absent(folder.model) as aside:
-        _on_every_rank(workers, "save_model", str(aside))
+    _on_every_rank(workers, "save_model", str(folder.model), str(folder.critic))
     return recorder.last_row
 
 

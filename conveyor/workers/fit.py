@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from conveyor.config import OfflineRecipe
+from conveyor.config import OfflineRecipe, UserError
 from conveyor.offline.fit import MetricsRow, fit
 from conveyor.offline.task import Task
 from conveyor.workers.placement import Placement
@@ -39,32 +39,51 @@ def fit_on(
     A rank that fails ends the run with its error, even while others wait for it in a collective.
     """
     import ray
+    from ray.exceptions import RayTaskError
 
     ranks = placement.slots("train")
-    workers = [placement.actor(FitWorker, "train", rank, rank=rank, ranks=ranks) for rank in range(ranks)]
+    workers = [
+        placement.actor(FitWorker, "train", rank, rank=rank, ranks=ranks, cores=placement.cores("train", rank)) for rank in range(ranks)
+    ]
     address, port = ray.get(workers[0].endpoint.remote())
     ray.get([worker.join.remote(address, port) for worker in workers])
     work = ray.put((recipe, task, tokenizer, start))
     rows = workers[0].fit.options(num_returns="streaming").remote(work)
     others = [worker.fit_silently.remote(work) for worker in workers[1:]]
-    while True:
-        ready, _ = ray.wait([rows, *others], num_returns=1)
-        for ended in (ref for ref in ready if ref is not rows):
-            ray.get(ended)
-            others.remove(ended)
-        if rows in ready:
-            try:
-                yield ray.get(next(rows))
-            except StopIteration:
-                break
-    ray.get(others)
+    try:
+        yield from _rows(rows, others)
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from None
+        raise
+
+
+def _rows(rows: Any, others: list[Any]) -> Iterator[MetricsRow]:
+    """What rank 0 yields, until all ranks are done; raises what any of them raises, as soon as it does."""
+    import ray
+
+    running: list[Any] = [rows, *others]
+    while running:
+        ready: Any = ray.wait(running, num_returns=1)[0][0]
+        if ready is not rows:
+            ray.get(ready)
+            running.remove(ready)
+            continue
+        try:
+            yield ray.get(next(rows))
+        except StopIteration:
+            running.remove(rows)
 
 
 class FitWorker:
     """One rank, on its own device."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, cores: tuple[int, ...] | None) -> None:
+        """cores: core ids on CPU; None: GPU."""
         self._rank, self._ranks = rank, ranks
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+            torch.set_num_threads(len(cores))
 
     def endpoint(self) -> tuple[str, int]:
         """Where the ranks can meet: an address of this node and a free port on it."""

@@ -61,7 +61,8 @@ class _Request:
 
 
 class RolloutWorker:
-    """Samples responses. Start it as an actor whose calls run in threads (`max_concurrency`)."""
+    """Samples responses. Start it as an actor whose calls run in threads (`max_concurrency`); calls
+    that do not wait for each other may then be carried out in any order."""
 
     max_concurrency: ClassVar[int] = 8
     """`stream` holds one thread for good; submit, install and generate need others."""
@@ -90,8 +91,9 @@ class RolloutWorker:
         self._count = 0
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[SampleDone | Rollout | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards _ended against _commands
+        self._lock = threading.Lock()  # guards _ended, and what must not change with it
         self._ended = False
+        self._listened = False
         self._failure: BaseException | None = None
         self._waiting: list[Future[Any]] = []
         self._closing = False
@@ -106,17 +108,25 @@ class RolloutWorker:
 
     def submit(self, prompt: Prompt, n: int) -> None:
         """Start `n` samples of a prompt; they leave through `stream` as they finish, in any order."""
-        self._command(partial(self._add, prompt, n, self._params(), self._to_stream))
+        self._command(partial(self._add, prompt, n, None, self._to_stream))
 
     @ray.method(num_returns="streaming")
     def stream(self) -> Iterator[SampleDone | Rollout]:
-        """For each finished sample of `submit` its SampleDone and then its Rollout, until `close`.
+        """For each finished sample of `submit` its SampleDone and then its Rollout, until `close` or
+        until another call takes the stream over.
 
         Raises:
             RolloutError: the engine has failed.
         """
-        while (item := self._finished.get()) is not None:
+        with self._lock:
+            if self._listened and not self._ended:
+                # What the earlier listener has not taken is of a run that is over.
+                self._finished.put(None)
+                self._finished = queue.SimpleQueue()
+            self._listened, finished = True, self._finished
+        while (item := finished.get()) is not None:
             yield item
+        finished.put(None)  # for a reader who comes after the end
         self._raise_failure()
 
     def generate(self, prompts: list[Prompt], n: int, *, temperature: float | None = None, greedy: bool = False) -> list[Rollout]:
@@ -130,7 +140,7 @@ class RolloutWorker:
         def add() -> None:
             for prompt, samples in zip(prompts, futures, strict=True):
                 self._waiting.extend(samples)
-                self._add(prompt, n, self._params(temperature, greedy), partial(deliver, samples))
+                self._add(prompt, n, 0.0 if greedy else temperature, partial(deliver, samples))
 
         self._command(add).result()
         return [future.result() for samples in futures for future in samples]
@@ -175,6 +185,7 @@ class RolloutWorker:
                 if self._requests:
                     for output in self._engine.step():
                         self._finish(output)
+            self._engine.engine_core.shutdown()
         except BaseException as error:
             self._failure = error
         self._end()
@@ -203,15 +214,16 @@ class RolloutWorker:
     def _close(self) -> None:
         self._closing = True
 
-    def _params(self, temperature: float | None = None, greedy: bool = False) -> SamplingParams:
+    def _params(self, temperature: float | None, seed: int) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         settings = self._rollout
         return SamplingParams(
-            temperature=0.0 if greedy else temperature or settings.temperature,
+            temperature=settings.temperature if temperature is None else temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
+            seed=seed,
             max_tokens=settings.max_response_length,
             stop=list(settings.stop),
             detokenize=bool(settings.stop),
@@ -220,14 +232,13 @@ class RolloutWorker:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _add(self, prompt: Prompt, n: int, params: SamplingParams, deliver: Callable[[Rollout, Span], None]) -> None:
+    def _add(self, prompt: Prompt, n: int, temperature: float | None, deliver: Callable[[Rollout, Span], None]) -> None:
         for sample in range(n):
             request = _Request(prompt, sample, deliver, time.time(), self._version)
-            name = f"{self._count}"
+            params = self._params(temperature, sample_seed(self._seed, prompt.index, sample))
+            name = str(self._count)
             self._count += 1
-            own = params.clone()
-            own.seed = sample_seed(self._seed, prompt.index, sample)
-            request.engine_id = self._engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, own)
+            request.engine_id = self._engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, params)
             self._requests[name] = request
 
     def _finish(self, output: Any) -> None:
@@ -247,8 +258,9 @@ class RolloutWorker:
     def _to_stream(self, rollout: Rollout, span: Span) -> None:
         versions = rollout.versions
         done = SampleDone(rollout.id, len(versions), rollout.truncated, int(versions[0]), int(versions[-1]), span)
-        self._finished.put(done)
-        self._finished.put(rollout)
+        finished = self._finished  # of one listener, also if another takes over meanwhile
+        finished.put(done)
+        finished.put(rollout)
 
     def _install(self, publication: Publication) -> InstallReport:
         start = time.time()

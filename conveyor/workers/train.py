@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from conveyor.algorithms.advantages import gae, moments, whiten
 from conveyor.algorithms.losses import entropy_bonus, importance_weights, kl_loss, policy_loss, value_loss
-from conveyor.algorithms.metrics import Metrics, Moments
+from conveyor.algorithms.metrics import Max, Metrics, Moments
 from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.models.batch import empty_batch, make_train_batch, merge_scores, sample_report
@@ -191,6 +191,9 @@ class TrainWorker:
             importance_weights=None if cap is None else importance_weights(old, batch.rollout_logprobs, mask, cap),
         )
         metrics.update(found)
+        # How far the engine's log-probs are from the trainer's: rounding on-policy, drift with staleness.
+        gap = (old - batch.rollout_logprobs).detach().masked_fill(~mask, 0).abs().amax()
+        metrics["rollout_mismatch/max"] = Max(gap.item())
         if self._recipe.uses_reference and algorithm.kl_in == "loss":
             assert batch.reference_logprobs is not None
             kl, found = kl_loss(logprobs, batch.reference_logprobs, mask, estimator=algorithm.kl_estimator, aggregation=aggregation)

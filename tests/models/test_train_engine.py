@@ -13,8 +13,12 @@ from tests.tiny import tiny_config, tiny_tokenizer
 
 SETTINGS = dict(weight_decay=0.1, adam_betas=(0.9, 0.95), max_grad_norm=1.0)
 DENOMINATOR = 45.0
-STAGES = [(stage, offload, "float32") for stage in (0, 1, 2, 3) for offload in (False, True) if stage or not offload]
-BFLOAT16 = [(stage, offload, "bfloat16") for stage in (0, 1, 2, 3) for offload in (False, True) if stage or not offload]
+FLOAT32 = [(stage, False, "float32") for stage in (0, 1, 2, 3)]
+CASES = {
+    1: [*FLOAT32, (2, True, "bfloat16")],
+    2: [*FLOAT32, (1, True, "float32"), (3, True, "float32"), (0, False, "bfloat16"), (2, False, "bfloat16"), (3, False, "bfloat16")],
+}
+"""Ranks → (ZeRO stage, optimizer offload, dtype)."""
 
 
 def tiny_model(**changes):
@@ -64,7 +68,7 @@ def plain_pytorch(ranks, updates=3, micro_batches=2):
 
 def largest_difference(a, b):
     assert a.keys() == b.keys()
-    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+    return max((a[name].detach().float() - b[name].detach().float()).abs().max().item() for name in a)
 
 
 # ── in this process, ZeRO 0 ──────────────────────────────────────────────────────────────────────────
@@ -151,7 +155,7 @@ def meet(rank, ranks, port):
 def check_stages(rank, ranks, port, folder):
     meet(rank, ranks, port)
     want, norms = plain_pytorch(ranks)
-    for stage, offload, dtype in STAGES + BFLOAT16:
+    for stage, offload, dtype in CASES[ranks]:
         case = f"ZeRO {stage}, offload {offload}, {dtype}, {ranks} ranks"
         make = lambda s=stage, o=offload, d=dtype: engine(zero_stage=s, offload_optimizer=o, dtype=d)  # noqa: E731
         trained = make()

@@ -17,6 +17,7 @@ from conveyor.config import OnlineRecipe, parse_recipe
 from conveyor.pipeline.loop import run_placed
 from conveyor.run_folder import RunFolder
 from conveyor.workers.placement import Placement
+from tests.conftest import ENGINE_ROLLOUT
 
 REWARD_FUNCTION = '''
 def vowels(prompts, completions, answer, **columns):
@@ -69,7 +70,11 @@ def make_recipe(tiny_policy: Path, tiny_reward_model: Path, prompts_file: Path, 
                 {"name": "vowels", "function": f"{prompts_file.parent / 'rewards.py'}:vowels"},
                 {"name": "judge", "model": str(tiny_reward_model), "weight": 0.5},
             ],
-            "rollout": {"n_samples_per_prompt": 4 if method == "grpo" else 2, "max_response_length": 12, "max_concurrent_requests": 8},
+            "rollout": {
+                "n_samples_per_prompt": 4 if method == "grpo" else 2,
+                "max_response_length": ENGINE_ROLLOUT.max_response_length,
+                "max_concurrent_requests": ENGINE_ROLLOUT.max_concurrent_requests,
+            },
             "train": {"rollout_batch_size": 6, "steps": 3, "learning_rate": 1e-3},
             "pipeline": {"micro_batch_size": 5},
             "devices": {"rollout": 1, "score": 1, "train": 1},

@@ -1,0 +1,288 @@
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from conveyor.algorithms.advantages import group_advantages
+from conveyor.algorithms.metrics import merge
+from conveyor.config import parse_recipe
+from conveyor.types import PartialScores, Prompt, Rollout
+from conveyor.workers.reports import Denominators, MicroBatchKey, UpdateContext
+from conveyor.workers.train import TrainWorker
+from tests.models.ranks import one_rank, spawn
+from tests.tiny import save_tiny_policy
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+def recipe(policy, method="ppo", **sections):
+    raw = {
+        "method": method,
+        "output_dir": "unused",
+        "model": {"path": str(policy)},
+        "data": {"path": "unused"},
+        "rewards": [{"name": "exact", "function": "unused.py:reward"}, {"name": "style", "function": "unused.py:reward", "weight": 0.5}],
+        "rollout": {"n_samples_per_prompt": 2} if method == "grpo" else {},
+        "train": {"rollout_batch_size": 8, "learning_rate": 1e-3, **sections.pop("train", {})},
+        **sections,
+    }
+    return parse_recipe(raw)
+
+
+def worker(made, roles=None, rank=0, ranks=1, port=0):
+    if ranks == 1:
+        one_rank()
+    roles = roles or (("actor", "critic") if made.uses_critic else ("actor",))
+    cores = tuple(os.sched_getaffinity(0))
+    built = TrainWorker(made, roles, rank=rank, world_size=ranks, address="127.0.0.1", port=port, total_updates=10, cores=cores)
+    torch.set_num_threads(1)
+    return built
+
+
+def samples(count, per_group=1):
+    """Rollouts of different lengths and their scores, the same each time."""
+    generator = torch.Generator().manual_seed(3)
+    rollouts = []
+    for i in range(count):
+        length = 2 + (5 * i) % 7
+        prompt = Prompt(index=i // per_group, row=0, token_ids=tuple(range(5, 9 + i // per_group % 3)), text=f"prompt {i}")
+        response = torch.randint(5, 264, (length,), generator=generator)
+        logprobs = -torch.rand(length, generator=generator) - 5
+        versions = torch.zeros(length, dtype=torch.int32)
+        finish = "length" if i == 2 else "stop"
+        rollouts.append(Rollout(prompt, i % per_group, response, logprobs, versions, finish, text=f"response {i}"))
+    return rollouts
+
+
+def parts(rollouts, seed=4, **columns):
+    """Two score parts: one with rewards, one with the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = tuple(torch.rand(len(rollouts), generator=generator).tolist())
+    style = tuple(None if rollout.id.group == 1 else 1.0 for rollout in rollouts)
+    shifted = tuple(rollout.logprobs + 0.1 for rollout in rollouts)
+    return [PartialScores(rewards={"exact": rewards, "style": style}), PartialScores(reference_logprobs=shifted, **columns)]
+
+
+def part_of(scores, chosen):
+    """The scores of some samples of a micro-batch."""
+
+    def pick(column):
+        return None if column is None else tuple(column[i] for i in chosen)
+
+    return [
+        PartialScores(
+            {name: pick(column) for name, column in part.rewards.items()},
+            pick(part.reference_logprobs), pick(part.old_logprobs), pick(part.values),
+        )
+        for part in scores
+    ]  # fmt: skip
+
+
+def denominators(reports):
+    tokens = [sample.loss_tokens for report in reports for sample in report.samples]
+    return Denominators(sum(tokens), sum(count > 0 for count in tokens))
+
+
+def context(made, reports):
+    """The driver's part: group baselines."""
+    if made.uses_critic:
+        return UpdateContext()
+    groups = {}
+    for sample in sorted((sample for report in reports for sample in report.samples), key=lambda sample: sample.id):
+        groups.setdefault(sample.id.group, []).append(sample)
+    advantages = {}
+    for group in groups.values():
+        values = group_advantages([sample.outcome for sample in group], made.algorithm.advantage_estimator)
+        advantages.update(zip((sample.id for sample in group), values, strict=True))
+    return UpdateContext(advantages)
+
+
+def train(trained, made, rollouts, scores, splits, update=0, step=0):
+    """One update over micro-batches, given as lists of places in `rollouts` → (prepare reports, metrics, optim report)."""
+    keys = [MicroBatchKey(step, update, number) for number in range(len(splits))]
+    prepared = [trained.prepare(key, [rollouts[i] for i in split], part_of(scores, split)) for key, split in zip(keys, splits, strict=True)]
+    everyone = gather(prepared)
+    shared = context(made, everyone)
+    done = [trained.forward_backward(key, shared, last=key is keys[-1]) for key in keys]
+    return prepared, merge(report.metrics for report in done), trained.optim_step(denominators(everyone))
+
+
+def gather(reports):
+    if dist.get_world_size() == 1:
+        return reports
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, reports)
+    return [report for part in parts for report in part]
+
+
+def weights(trained, role="actor"):
+    return {name: weight.clone() for name, weight in trained._engines[role].named_weights()}
+
+
+def difference(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("method", ["ppo", "grpo"])
+def test_case_3_the_first_pass_has_ratio_exactly_one(policy, method):
+    made = recipe(policy, method)
+    rollouts = samples(8, made.rollout.n_samples_per_prompt)
+    trained = worker(made)
+    before = weights(trained)
+    _, metrics, report = train(trained, made, rollouts, parts(rollouts), [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert metrics["ratio/max"].value == 1.0 and metrics["clip_fraction"].value == 0.0
+    assert metrics["entropy"].count == sum(len(rollout.response_ids) for rollout in rollouts)
+    assert not report.steps["actor"].skipped and difference(before, weights(trained)) > 0
+    assert set(report.steps) == ({"actor", "critic"} if method == "ppo" else {"actor"})
+
+
+@pytest.mark.parametrize(("method", "aggregation"), [("ppo", "token_mean"), ("grpo", "token_mean"), ("grpo", "sequence_mean")])
+def test_case_1_the_split_into_micro_batches_changes_nothing(policy, method, aggregation):
+    made = recipe(policy, method, algorithm={"loss_aggregation": aggregation, "entropy_coef": 0.01, "mask_truncated": True})
+    rollouts = samples(8, made.rollout.n_samples_per_prompt)
+    found = []
+    for splits in ([[*range(8)]], [[0, 1], [2, 3, 4, 5, 6], [7]]):
+        trained = worker(made)
+        _, metrics, report = train(trained, made, rollouts, parts(rollouts), splits)
+        found.append((weights(trained), metrics, report))
+    assert difference(found[0][0], found[1][0]) < 1e-5
+    for role, step in found[0][2].steps.items():
+        assert step.grad_norm == pytest.approx(found[1][2].steps[role].grad_norm, rel=1e-5)
+    for name in ("loss/policy", "entropy"):
+        assert found[0][1][name].value == pytest.approx(found[1][1][name].value, abs=1e-5)
+
+
+def test_prepare_tells_the_driver_what_it_needs(policy):
+    made = recipe(policy, algorithm={"kl_coef": 0.5, "missing_eos_penalty": 2.0, "mask_truncated": True})
+    rollouts = samples(3)
+    (report,), _, _ = train(worker(made), made, rollouts, parts(rollouts), [[0, 1, 2]])
+    first, second, cut = report.samples
+    exact = parts(rollouts)[0].rewards["exact"]
+    assert first.score == pytest.approx(exact[0] + 0.5)
+    assert second.score == pytest.approx(exact[1]), "style does not apply to it"
+    assert cut.score == pytest.approx(exact[2] + 0.5 - 2.0) and cut.truncated and cut.loss_tokens == 0
+    assert first.kl == pytest.approx(-0.1 * first.response_length, abs=1e-5)
+    assert first.outcome == pytest.approx(first.score + 0.05 * first.response_length, abs=1e-5)
+    assert report.moments is None
+
+
+def test_a_sample_without_any_reward_is_left_out(policy):
+    made = recipe(policy)
+    rollouts = samples(2)
+    rewards, reference = parts(rollouts)
+    without = [PartialScores({"exact": (None, 0.5), "style": (None, None)}), reference]
+    found = []
+    for splits, scores in (([[0, 1]], without), ([[1]], [rewards, reference])):
+        scores = [replace(scores[0], rewards={"exact": (None, 0.5), "style": (None, None)}), scores[1]]
+        trained = worker(made)
+        (report,), _, _ = train(trained, made, rollouts, scores, splits)
+        found.append((weights(trained), report))
+    assert found[0][1].samples[0].score is None and found[0][1].samples[0].loss_tokens == 0
+    assert difference(found[0][0], found[1][0]) < 1e-6
+
+
+def test_everything_truncated_and_masked_skips_the_update(policy):
+    made = recipe(policy, algorithm={"mask_truncated": True})
+    rollouts = [replace(rollout, finish_reason="length") for rollout in samples(4)]
+    trained = worker(made)
+    before = weights(trained), weights(trained, "critic")
+    _, metrics, report = train(trained, made, rollouts, parts(rollouts), [[0, 1], [2, 3]])
+    assert all(step.skipped for step in report.steps.values())
+    assert metrics["loss/policy"].value == 0.0
+    assert difference(before[0], weights(trained)) == 0 and difference(before[1], weights(trained, "critic")) == 0
+
+
+def test_later_passes_are_taken_against_the_snapshots(policy):
+    made = recipe(policy, algorithm={"update_epochs": 2, "normalize": "update"})
+    rollouts = samples(4)
+    snapshots = dict(
+        old_logprobs=tuple(rollout.logprobs for rollout in rollouts),
+        values=tuple(torch.full_like(rollout.logprobs, 0.25) for rollout in rollouts),
+    )
+    trained = worker(made)
+    keys = [MicroBatchKey(0, 0, 0)]
+    report = trained.prepare(keys[0], rollouts, parts(rollouts, **snapshots))
+    assert report.moments.count == sum(len(rollout.response_ids) for rollout in rollouts)
+    shared = UpdateContext(whiten=(0.1, 2.0))
+    ratios = []
+    for _ in range(2):
+        ratios.append(trained.forward_backward(keys[0], shared, last=True).metrics["ratio/max"].value)
+        assert not trained.optim_step(denominators([report])).steps["actor"].skipped
+    assert ratios[0] != 1.0 and ratios[1] != ratios[0]
+
+
+def test_importance_weights_are_capped_and_reported(policy):
+    made = recipe(policy, algorithm={"importance_cap": 2.0})
+    rollouts = [replace(rollout, logprobs=rollout.logprobs - 100) for rollout in samples(4)]
+    _, metrics, _ = train(worker(made), made, rollouts, parts(rollouts), [[0, 1, 2, 3]])
+    assert metrics["importance_weight/mean"].value == 2.0
+
+
+def test_finish_step_returns_the_rows_and_forgets_the_batches(policy):
+    made = recipe(policy, "grpo", algorithm={"mask_truncated": True})
+    rollouts = samples(4, 2)
+    trained = worker(made)
+    train(trained, made, rollouts, parts(rollouts), [[2, 3], [0, 1]])
+    train(trained, made, rollouts, parts(rollouts), [[0, 1]], step=1)
+    rows = trained.finish_step(0)
+    assert [row.id for row in rows] == [rollout.id for rollout in rollouts]
+    assert rows[0].response == "response 0" and rows[0].advantage == pytest.approx(-rows[1].advantage, abs=1e-5)
+    assert rows[2].advantage is None and rows[2].finish_reason == "length"
+    assert trained.finish_step(0) == [] and len(trained.finish_step(1)) == 2
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_and_models_load(policy, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    made = recipe(policy)
+    rollouts = samples(4)
+    first = worker(made)
+    train(first, made, rollouts, parts(rollouts), [[0, 1, 2, 3]])
+    first.save_checkpoint(str(tmp_path / "step_1"))
+    second = worker(made)
+    second.load_checkpoint(str(tmp_path / "step_1"))
+    for trained in (first, second):
+        train(trained, made, rollouts, parts(rollouts), [[0, 1, 2, 3]], step=1)
+    assert all(difference(weights(first, role), weights(second, role)) == 0 for role in ("actor", "critic"))
+    first.save_model(str(tmp_path / "model"), tmp_path / "critic")
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    assert difference(dict(actor.named_parameters()), weights(first)) == 0
+    assert difference(dict(critic.named_parameters()), weights(first, "critic")) == 0
+
+
+def on_two_ranks(rank, ranks, port, policy, want):
+    """Uneven shares: 5 samples are 3 and 2, 1 sample is 1 and 0."""
+    for stage, method in ((0, "grpo"), (3, "ppo")):
+        made = recipe(policy, method, train={"zero_stage": stage})
+        trained = worker(made, rank=rank, ranks=ranks, port=port)
+        rollouts, splits = work(made)
+        train(trained, made, rollouts, parts(rollouts), splits)
+        assert difference(weights(trained), want[method][0]) < 1e-5, (stage, method)
+        if method == "ppo":
+            assert difference(weights(trained, "critic"), want[method][1]) < 1e-5
+        rows = [row for part in gather([trained.finish_step(0)]) for row in part]
+        assert sorted(row.id for row in rows) == sorted(rollout.id for rollout in rollouts)
+
+
+def work(made):
+    if made.uses_critic:
+        return samples(5), [[0, 1, 2], [3], [4]]
+    return samples(8, 2), [[0, 1, 2, 3, 4], [5], [6, 7]]
+
+
+@pytest.mark.slow
+def test_case_16_uneven_ranks_finish_and_equal_one_rank(policy):
+    want = {}
+    for method in ("ppo", "grpo"):
+        made = recipe(policy, method)
+        trained = worker(made)
+        rollouts, splits = work(made)
+        train(trained, made, rollouts, parts(rollouts), splits)
+        want[method] = (weights(trained), weights(trained, "critic") if method == "ppo" else None)
+    spawn(on_two_ranks, 2, policy, want)
