@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.data.prompts import PromptOrder, load_prompts
-from conveyor.data.tokenizer import load_tokenizer
+from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.rewards.functions import load_function
 from conveyor.run_folder import RunFolder
+from conveyor.workers.placement import available, check_devices, default_devices
 
 
 def check_online(recipe: OnlineRecipe) -> PromptOrder:
-    """Checks folders, files, tokenizer, rows and reward functions; changes nothing.
+    """Checks folders, files, tokenizer, rows, reward functions and devices; changes nothing.
 
     Returns:
         The prompts in the order of the run, which only a sound recipe has.
@@ -23,10 +21,11 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     """
     RunFolder.check(recipe)
     for key, model in _models(recipe).items():
-        check_model(key, model.path)
+        check_folder_or_hub_id(key, model.path)
     for reward in recipe.rewards:
         if reward.function is not None:
             load_function(reward.function, f"rewards.{reward.name}.function")
+    check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.data, tokenizer)
     train = recipe.train
@@ -39,6 +38,16 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     return order
 
 
+def planned_devices(recipe: OnlineRecipe) -> dict[str, float]:
+    """The recipe's device groups, or those of what is there."""
+    return dict(recipe.devices or default_devices(recipe))
+
+
+def devices_per_worker(recipe: OnlineRecipe) -> dict[str, int]:
+    """Device group → devices of one of its workers, where that is not one."""
+    return {recipe.role_group("rollout"): recipe.rollout.tensor_parallel_size}
+
+
 def _models(recipe: OnlineRecipe) -> dict[str, sections.Model]:
     models = {"model.path": recipe.model}
     if recipe.reference is not None:
@@ -49,17 +58,3 @@ def _models(recipe: OnlineRecipe) -> dict[str, sections.Model]:
         if reward.model is not None:
             models[f"rewards.{reward.name}.model"] = sections.Model(path=reward.model)
     return models
-
-
-def check_model(key: str, path: str) -> None:
-    """A path that can only be a folder must be one that holds a model; anything else may be a hub id.
-
-    Raises:
-        UserError: it is neither.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{key}: {path} holds no config.json, so it is no Hugging Face model")
-    elif path.startswith((".", "/", "~")) or path.count("/") != 1 or os.path.exists(path.split("/")[0]):
-        raise UserError(f"{key}: no folder {path}")

@@ -88,10 +88,8 @@ def _check(known: argparse.Namespace, rest: list[str]) -> int:
     recipe = _load(known, rest)
     if isinstance(recipe, OnlineRecipe):
         from conveyor.checks import check_online
-        from conveyor.workers.placement import check_devices
 
         order = check_online(recipe)
-        check_devices(recipe)
         print(f"{known.recipe}: {recipe.method}, {len(order)} steps: sound")
     else:
         from conveyor.offline.run import check_offline

@@ -9,9 +9,10 @@ import asyncio
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
-from conveyor.checks import check_online
-from conveyor.config import OnlineRecipe
+from conveyor.checks import check_online, devices_per_worker, planned_devices
+from conveyor.config import OnlineRecipe, UserError
 from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.recorder import Recorder
@@ -22,7 +23,7 @@ from conveyor.report.page import write_report
 from conveyor.report.progress import RunProgress
 from conveyor.report.timeline import write_trace
 from conveyor.run_folder import RunFolder
-from conveyor.workers.placement import Placement, connect, default_devices
+from conveyor.workers.placement import Placement
 from conveyor.workers.start import Workers, start_workers
 
 
@@ -33,17 +34,13 @@ def run_online(recipe: OnlineRecipe) -> dict[str, Any]:
         UserError: bad settings, data or devices; before any model is loaded.
     """
     order = check_online(recipe)
-    started_ray = connect(recipe.ray, recipe.telemetry)
-    try:
-        devices = recipe.devices or default_devices(recipe)
-        size = recipe.rollout.tensor_parallel_size
-        with Placement.create(
-            devices, recipe.ray, telemetry=recipe.telemetry, devices_per_worker={recipe.role_group("rollout"): size}
-        ) as placement:
+    sizes = devices_per_worker(recipe)
+    with Placement.create(planned_devices(recipe), recipe.ray, telemetry=recipe.telemetry, devices_per_worker=sizes) as placement:
+        try:
             return run_placed(recipe, order, placement)
-    finally:
-        if started_ray:
-            ray.shutdown()
+        except RayTaskError as error:
+            # The worker's own exception says it all; Ray's wraps it in a page of trace.
+            raise (error.cause if isinstance(error.cause, UserError) else error) from None
 
 
 def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, engines: list[Any] | None = None) -> dict[str, Any]:

@@ -109,6 +109,22 @@ def default_devices(recipe: OnlineRecipe | OfflineRecipe, there: Devices | None 
     return split
 
 
+def check_devices(
+    devices: Mapping[str, float], there: Devices, devices_per_worker: Mapping[str, int] | None = None
+) -> list[tuple[str, float]]:
+    """(group, devices) of every slot that the groups would have.
+
+    Raises:
+        UserError: more is asked for than there is, or a group cannot be cut into slots.
+    """
+    sizes = {group: (devices_per_worker or {}).get(group, 1) for group in devices}
+    slots = [(group, amount) for group, total in devices.items() for amount in _split(group, total, sizes[group])]
+    total = sum(amount for _, amount in slots)
+    if total > there.count + 1e-6:
+        raise UserError(f"devices: asked for {_asked(devices, total, there)}, the cluster has {there}")
+    return slots
+
+
 @dataclass(frozen=True, slots=True)
 class _Slot:
     bundle: int
@@ -151,11 +167,9 @@ class Placement:
         """
         import ray
 
-        sizes = {group: (devices_per_worker or {}).get(group, 1) for group in devices}
-        owners = [(group, amount) for group, total in devices.items() for amount in _split(group, total, sizes[group])]
-        amounts = [amount for _, amount in owners]
         there = available(ray_section)
-        _check(devices, sum(amounts), there)
+        owners = check_devices(devices, there, devices_per_worker)
+        amounts = [amount for _, amount in owners]
         started = connect(ray_section, telemetry)
         try:
             reservation = _reserve(devices, amounts, there, ray_section.placement_timeout)
@@ -249,11 +263,6 @@ def _split(group: str, total: float, size: int) -> list[float]:
         what = "a whole number, or less than 1" if size == 1 else f"a multiple of the {size} devices of one worker"
         raise UserError(f"devices.{group}: {total:g}: must be {what}")
     return [float(size)] * (int(total) // size)
-
-
-def _check(devices: Mapping[str, float], total: float, there: Devices) -> None:
-    if total > there.count + 1e-6:
-        raise UserError(f"devices: asked for {_asked(devices, total, there)}, the cluster has {there}")
 
 
 def _reserve(devices: Mapping[str, float], amounts: list[float], there: Devices, timeout: float) -> Any:
