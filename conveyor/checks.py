@@ -5,7 +5,7 @@ from __future__ import annotations
 from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
-from conveyor.rewards.functions import load_function
+from conveyor.rewards.functions import check_columns, load_function
 from conveyor.run_folder import RunFolder
 from conveyor.workers.placement import available, check_devices, default_devices
 
@@ -22,12 +22,16 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     RunFolder.check(recipe)
     for key, model in _models(recipe).items():
         check_folder_or_hub_id(key, model.path)
-    for reward in recipe.rewards:
-        if reward.function is not None:
-            load_function(reward.function, f"rewards.{reward.name}.function")
+    functions = {
+        key: load_function(reward.function, key)
+        for reward in recipe.rewards
+        if reward.function is not None and (key := f"rewards.{reward.name}.function")
+    }
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.data, tokenizer)
+    for key, function in functions.items():
+        check_columns(function, key, prompts[0].columns)
     train = recipe.train
     order = PromptOrder(
         prompts, train.rollout_batch_size, epochs=train.epochs, steps=train.steps, shuffle=recipe.data.shuffle, seed=recipe.seed,

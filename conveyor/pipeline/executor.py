@@ -76,6 +76,7 @@ class Executor:
 
     async def run(self) -> None:
         """Until every step is trained. Raises the first exception of any worker."""
+        await asyncio.gather(*(engine.renew.remote() for engine in self.workers.engines))
         for number in range(self.plan.engines):
             self._spawn(self._listen(number))
         try:

@@ -55,7 +55,7 @@ def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, e
     folder.rewind(checkpoint[0] if checkpoint else 0)
     step_groups = [len(order[step]) for step in range(len(order))]
     slots = {group: placement.slots(group) for group in placement.devices}
-    plan = run_plan(recipe, step_groups, slots, start_step=checkpoint[0] if checkpoint else 0, engines=engines and len(engines))
+    plan = run_plan(recipe, step_groups, slots, start_step=checkpoint[0] if checkpoint else 0, engines=len(engines) if engines else None)
     trained = [(group.group, group.roles) for group in plan.train_groups]
     workers = start_workers(recipe, placement, trained, _total_updates(plan), engines)
     with RunProgress(recipe.method, total=len(order), done=plan.start_step) as progress:

@@ -156,8 +156,9 @@ class Scheduler:
                 yield InstallSnapshot(part, worker, self._published)
         for part, waiting in enumerate(self._to_score):
             # The first in line is of the oldest step; while no snapshot fits it, none fits those behind it.
-            if waiting and (worker := self._free_worker(part, waiting[0].step)) is not None:
-                yield Score(part, worker, waiting[0], self._micro_batches[waiting[0]].samples)
+            free = self._free_worker(part, waiting[0].step) if waiting else None
+            if free is not None:
+                yield Score(part, free, waiting[0], self._micro_batches[waiting[0]].samples)
 
     def _free_worker(self, part: int, step: int) -> int | None:
         for worker in range(self.plan.part_workers[part]):
@@ -231,6 +232,8 @@ class Scheduler:
             case InstallEngine(engine, version):
                 self._engine_installing.discard(engine)
                 self._engine_version[engine] = version
+            case Admit():
+                raise AssertionError("an Admit is answered by its samples")
             case _:
                 line = self._lines[action.train_group]
                 line.done(action, len(self._updates.get(line.step, ())))

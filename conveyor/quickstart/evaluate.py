@@ -36,7 +36,9 @@ def sample_responses(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for first in range(0, len(encoded), batch_size):
-            batch = tokenizer.pad({"input_ids": encoded[first : first + batch_size]}, padding_side="left", return_tensors="pt").to(model.device)
+            batch = tokenizer.pad({"input_ids": encoded[first : first + batch_size]}, padding_side="left", return_tensors="pt").to(
+                model.device
+            )
             ids = model.generate(**batch, generation_config=settings)
             responses += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return responses

@@ -91,9 +91,8 @@ class RolloutWorker:
         self._count = 0
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[SampleDone | Rollout | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards _ended, and what must not change with it
+        self._lock = threading.Lock()  # guards _ended against _commands
         self._ended = False
-        self._listened = False
         self._failure: BaseException | None = None
         self._waiting: list[Future[Any]] = []
         self._closing = False
@@ -112,22 +111,20 @@ class RolloutWorker:
 
     @ray.method(num_returns="streaming")
     def stream(self) -> Iterator[SampleDone | Rollout]:
-        """For each finished sample of `submit` its SampleDone and then its Rollout, until `close` or
-        until another call takes the stream over.
+        """For each finished sample of `submit` its SampleDone and then its Rollout, until `close` or `renew`.
 
         Raises:
             RolloutError: the engine has failed.
         """
-        with self._lock:
-            if self._listened and not self._ended:
-                # What the earlier listener has not taken is of a run that is over.
-                self._finished.put(None)
-                self._finished = queue.SimpleQueue()
-            self._listened, finished = True, self._finished
+        finished = self._finished
         while (item := finished.get()) is not None:
             yield item
         finished.put(None)  # for a reader who comes after the end
         self._raise_failure()
+
+    def renew(self) -> None:
+        """Another run begins: samples of `submit` that are not finished are dropped, and their stream ends."""
+        self._command(self._renew).result()
 
     def generate(self, prompts: list[Prompt], n: int, *, temperature: float | None = None, greedy: bool = False) -> list[Rollout]:
         """`n` samples of each prompt, in prompt order; waits for them. For evaluation."""
@@ -211,6 +208,14 @@ class RolloutWorker:
                 future.set_exception(error)
         self._finished.put(None)
 
+    def _renew(self) -> None:
+        dropped = [name for name, request in self._requests.items() if request.deliver == self._to_stream]
+        self._engine.abort_request(dropped)
+        for name in dropped:
+            del self._requests[name]
+        self._finished.put(None)
+        self._finished = queue.SimpleQueue()
+
     def _close(self) -> None:
         self._closing = True
 
@@ -258,9 +263,8 @@ class RolloutWorker:
     def _to_stream(self, rollout: Rollout, span: Span) -> None:
         versions = rollout.versions
         done = SampleDone(rollout.id, len(versions), rollout.truncated, int(versions[0]), int(versions[-1]), span)
-        finished = self._finished  # of one listener, also if another takes over meanwhile
-        finished.put(done)
-        finished.put(rollout)
+        self._finished.put(done)
+        self._finished.put(rollout)
 
     def _install(self, publication: Publication) -> InstallReport:
         start = time.time()

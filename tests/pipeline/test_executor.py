@@ -69,6 +69,9 @@ class Engine(FakeActor):
     def __init__(self, reverse: bool) -> None:
         self._version, self._queue, self._reverse, self.log = 0, asyncio.Queue[Any](), reverse, list[Any]()
 
+    def _renew(self) -> None:
+        assert not self.log
+
     def _submit(self, prompt: Prompt, n: int) -> None:
         self.log.append(prompt.index)
         for k in reversed(range(n)) if self._reverse else range(n):
