@@ -26,7 +26,7 @@ def make_base_model(folder: Path, texts: Iterable[str], seed: int) -> int:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=192, intermediate_size=768, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=6, max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+            num_key_value_heads=6, max_position_embeddings=256, tie_word_embeddings=False, pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         )
     )  # fmt: skip

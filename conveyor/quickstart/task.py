@@ -1,6 +1,6 @@
 """The quickstart's task: put letters into alphabetical order.
 
-    Sort these letters: d b f a c   →   a b c d f
+    Sort: d b f a c   →   a b c d f
 
 The right answer is known, so everything can be generated: demonstrations of which half are sloppy (that is what fine-tuning
 learns, slips included, and what RLHF then has to unlearn), pairs of a better and a worse answer for the reward model, prompts
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-INSTRUCTION = "Sort these letters:"
+INSTRUCTION = "Sort:"
 SHORTEST, LONGEST = 4, 6
 """Letters of a prompt, all different."""
 SLOPPY_SHARE = 0.5
@@ -43,6 +43,7 @@ class Sizes:
     heldout: int = 400
     demonstrations: int = 12_800
     pairs: int = 4_000
+    pairs_heldout: int = 400
     prompts: int = 4_096
 
 
@@ -59,6 +60,7 @@ def generate(seed: int, sizes: Sizes = Sizes()) -> dict[str, list[Row]]:
     return {
         "heldout": [_question(problem) for problem in islice(stream, sizes.heldout)],
         "sft": [_demonstration(problem, rng) for problem in islice(stream, sizes.demonstrations)],
+        "pairs_heldout": [_pair(problem, rng) for problem in islice(stream, sizes.pairs_heldout)],
         "pairs": [_pair(problem, rng) for problem in islice(stream, sizes.pairs)],
         "prompts": [_question(problem) for problem in islice(stream, sizes.prompts)],
     }

@@ -271,6 +271,7 @@ class RolloutWorker:
         mismatched: list[str] = []
         weights = checked(read(publication), publication.checksums, mismatched)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._engine.collective_rpc(_repack_tied_head)
         # Running requests are preempted and start again with a prefill of all their tokens so far.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._version = publication.version
@@ -280,6 +281,20 @@ class RolloutWorker:
             assert detokenizer is not None
             request.installs.append((detokenizer.num_output_tokens(), publication.version))
         return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), tuple(mismatched))
+
+
+def _repack_tied_head(worker: Any) -> None:
+    """vLLM's CPU layers compute with a packed copy of their weight, made anew when the weight is
+    reloaded. Nothing is ever loaded into an output layer that shares the embedding's weight, so
+    without this it would keep computing with the first version's."""
+    from vllm.platforms import current_platform
+
+    model = worker.get_model()
+    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if current_platform.is_cpu() and tied and embedding is not None and head not in (None, embedding):
+        head.weight = embedding.weight
+        head.quant_method.process_weights_after_loading(head)
 
 
 def sample_seed(seed: int, group: int, sample: int) -> int:

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conveyor.config import sections
-from conveyor.types import Prompt, Rollout
+from conveyor.types import Prompt, Rollout, SampleId
 from conveyor.workers.reports import Publication, SampleDone
 from conveyor.workers.rollout import sample_seed
 from conveyor.workers.weight_sync import Bucket, publish
 from tests.conftest import ENGINE_MODEL_LENGTH, ENGINE_ROLLOUT, ENGINE_SEED
+from tests.tiny import save_tiny_policy
 
 EOS = 2
 TIMEOUT = 120
@@ -60,14 +61,20 @@ def model(tiny_policy: Path) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def second_engine(engine: Any, tiny_policy: Path) -> Iterator[Any]:
-    """Another engine with the same weights; the last test breaks it."""
+def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose output layer is its embedding."""
+    return save_tiny_policy(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def second_engine(engine: Any, tied_policy: Path) -> Iterator[Any]:
+    """Another engine, of the tied policy; the last test breaks it."""
     from conveyor.workers.placement import Placement
     from conveyor.workers.rollout import RolloutWorker
 
     with Placement.create({"rollout": 1}, sections.Ray()) as placement:
         yield placement.actor(
-            RolloutWorker, "rollout", 0, model=sections.Model(path=str(tiny_policy)), rollout=ENGINE_ROLLOUT,
+            RolloutWorker, "rollout", 0, model=sections.Model(path=str(tied_policy)), rollout=ENGINE_ROLLOUT,
             seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
         )  # fmt: skip
 
@@ -152,12 +159,13 @@ def test_eos_is_kept_and_never_invented(engine: Any) -> None:
 
 @pytest.mark.slow
 def test_samples_return_to_their_own_prompts(streams: tuple[Any, Any], engine: Any, second_engine: Any) -> None:
-    """Case 22: two engines share five prompts; what arrives equals what one engine makes of them alone."""
+    """Case 22: two engines share five prompts; what arrives equals what each engine makes of its own, one at a time."""
     prompts = [prompt(i, 6 + 5 * i) for i in range(5)]
     for i, each in enumerate(prompts):
         call((engine, second_engine)[i % 2].submit.remote(each, 3))
     arrived = [next_sample(streams[0]) for _ in range(9)] + [next_sample(streams[1]) for _ in range(6)]
-    right = {rollout.id: rollout for rollout in call(engine.generate.remote(prompts, 3))}
+    alone = [call((engine, second_engine)[i % 2].generate.remote([each], 3)) for i, each in enumerate(prompts)]
+    right = {rollout.id: rollout for rollouts in alone for rollout in rollouts}
     assert {done.id for done, _ in arrived} == set(right)
     for done, rollout in arrived:
         assert same(rollout, right[done.id])
@@ -178,6 +186,15 @@ def test_new_weights_and_no_stale_prefix(engine: Any, model: torch.nn.Module, re
     for rollout in after:
         torch.testing.assert_close(rollout.logprobs, transformers_logprobs(model, rollout), atol=1e-5, rtol=0)
         assert set(rollout.versions.tolist()) == {4}
+
+
+@pytest.mark.slow
+def test_a_tied_output_layer_follows_the_embedding(second_engine: Any, tied_policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tied_policy, dtype=torch.float32).eval()
+    for version in (1, 2):
+        assert call(second_engine.install.remote(published(changed(model, version), version))).mismatched == ()
+        for rollout in call(second_engine.generate.remote([prompt(version)], 2)):
+            torch.testing.assert_close(rollout.logprobs, transformers_logprobs(model, rollout), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -226,10 +243,24 @@ def test_install_in_flight_keeps_requests(
 
 
 @pytest.mark.slow
-def test_a_failing_engine_is_heard_everywhere(streams: tuple[Any, Any], second_engine: Any) -> None:
+def test_renewal_drops_what_an_earlier_run_left(second_engine: Any) -> None:
+    call(second_engine.renew.remote())
+    earlier = second_engine.stream.remote()
+    for i in range(8):
+        call(second_engine.submit.remote(prompt(i), 2))
+    call(second_engine.renew.remote())
+    stream = second_engine.stream.remote()
+    call(second_engine.submit.remote(prompt(90), 2))
+    assert {next_sample(stream)[0].id for _ in range(2)} == {SampleId(90, 0), SampleId(90, 1)}
+    assert len(list(earlier)) % 2 == 0  # it ends, with whole samples
+
+
+@pytest.mark.slow
+def test_a_failing_engine_is_heard_everywhere(second_engine: Any) -> None:
     from conveyor.workers.rollout import RolloutError
 
     wrong = publish([("model.norm.weight", torch.zeros(3))], 1, "actor", verify=False)
+    stream = second_engine.stream.remote()
     for _ in range(2):
         with pytest.raises(RolloutError, match="the rollout engine failed"):
             call(second_engine.install.remote(wrong))
@@ -238,5 +269,5 @@ def test_a_failing_engine_is_heard_everywhere(streams: tuple[Any, Any], second_e
     with pytest.raises(RolloutError):
         call(second_engine.generate.remote([prompt(0)], 1))
     with pytest.raises(RolloutError):
-        call(next(streams[1]))
+        call(next(stream))
     call(second_engine.close.remote())
