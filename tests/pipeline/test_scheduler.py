@@ -139,7 +139,7 @@ def plans(draw) -> RunPlan:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(plan=plans(), data=st.data())
 def test_every_sample_is_trained_once_a_pass_within_the_staleness_bound(plan: RunPlan, data) -> None:
     world = World(plan)
@@ -152,7 +152,7 @@ def test_every_sample_is_trained_once_a_pass_within_the_staleness_bound(plan: Ru
         assert set(seen.values()) == {plan.update_epochs}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plan=plans(), seed=st.integers(0, 1 << 30))
 def test_the_same_events_give_the_same_actions(plan: RunPlan, seed: int) -> None:
     import random
