@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from conveyor import USAGE_STATISTICS
 from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, sections
 
 MAX_DEFAULT_CORES = 4
@@ -66,7 +67,7 @@ def connect(ray_section: sections.Ray, telemetry: bool = False) -> bool:
 
 def set_environment(telemetry: bool) -> None:
     """Ray's switches that are read when it is imported or started."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "1" if telemetry else "0"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = USAGE_STATISTICS["RAY_USAGE_STATS_ENABLED"][telemetry]
     # Workers run in this interpreter's environment, also under `uv run`, and see their GPUs as Ray gives them.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -181,7 +182,7 @@ class Placement:
         slots: dict[str, list[_Slot]] = {group: [] for group in devices}
         for index, (group, amount) in enumerate(owners):
             slots[group].append(_Slot(index, amount, cores[index]))
-        environment = {} if telemetry else {"DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment = {name: values[telemetry] for name, values in USAGE_STATISTICS.items()}
         return cls(there.kind, dict(devices), reservation, slots, environment, started)
 
     def slots(self, group: str) -> int:
