@@ -42,7 +42,7 @@ class Sizes:
 
     heldout: int = 400
     demonstrations: int = 12_800
-    pairs: int = 4_000
+    pairs: int = 7_200
     pairs_heldout: int = 400
     prompts: int = 4_096
 
