@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
 from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
@@ -27,6 +32,7 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
         for reward in recipe.rewards
         if reward.function is not None and (key := f"rewards.{reward.name}.function")
     }
+    _check_lengths(recipe)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.data, tokenizer)
@@ -40,6 +46,32 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     if len(order) == 0:
         raise UserError("train.steps: nothing to do")
     return order
+
+
+def read_model_config(key: str, path: str) -> Any:
+    """The configuration of a model's text part, without loading the model.
+
+    Raises:
+        UserError: names the key; the folder holds no weights, or no configuration can be read.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise UserError(f"{key}: {folder} holds no weights (*.safetensors or *.bin)")
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: no model configuration can be read from {path}: {str(error).splitlines()[0]}") from None
+
+
+def _check_lengths(recipe: OnlineRecipe) -> None:
+    asked = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    for key, model in _models(recipe).items():
+        limit = getattr(read_model_config(key, model.path), "max_position_embeddings", None)
+        if limit is not None and asked > limit:
+            raise UserError(
+                f"rollout.max_response_length: {recipe.rollout.max_response_length}, with data.max_prompt_length "
+                f"{recipe.data.max_prompt_length}, is more than the {limit} tokens that {model.path} takes"
+            )
 
 
 def planned_devices(recipe: OnlineRecipe) -> dict[str, float]:

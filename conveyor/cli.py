@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
-from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, load_recipe
+from conveyor.config import OfflineRecipe, OnlineRecipe, RunError, UserError, load_recipe
+
+# Read when torch is loaded. OpenMP threads that spin while they wait slow each other down many times over as soon as
+# another process wants their core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"conveyor: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"conveyor: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("conveyor: interrupted", file=sys.stderr)
         return 130

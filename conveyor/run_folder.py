@@ -12,11 +12,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from conveyor.config import OfflineRecipe, OnlineRecipe, UserError
 
+COMPLETE = "complete"
+"""An empty file, written last, that says a checkpoint is whole."""
 MADE_BY_A_RUN = (
     "config.yaml",
     "metrics.jsonl",
@@ -50,14 +53,20 @@ class RunFolder:
         """The folder a recipe may write to; changes nothing.
 
         Raises:
-            UserError: it holds a run that the recipe neither resumes nor overwrites, or is a file.
+            UserError: it cannot be written to, or holds what a run has made and the recipe neither resumes
+                nor overwrites, or something that the recipe reads; or the run to resume had another recipe.
         """
         folder = cls(recipe.output_dir)
-        if folder.path.exists() and not folder.path.is_dir():
-            raise UserError(f"output_dir: {folder.path} is a file")
-        holds_run = folder.config.exists() or folder.metrics.exists()
-        if holds_run and not (recipe.overwrite or recipe.checkpoint.resume):
-            raise UserError(f"output_dir: {folder.path} already holds a run; set checkpoint.resume or overwrite, or name another folder")
+        _check_writable(folder.path, recipe.output_dir)
+        made = [name for name in MADE_BY_A_RUN if (folder.path / name).exists()]
+        if made and not (recipe.overwrite or recipe.checkpoint.resume):
+            holds = "already holds a run" if "config.yaml" in made or "metrics.jsonl" in made else f"already holds {made[0]}"
+            raise UserError(f"output_dir: {folder.path} {holds}; set checkpoint.resume or overwrite, or name another folder")
+        for key, source in _inputs(recipe.model_dump(mode="json")):
+            if any(Path(source).resolve().is_relative_to((folder.path / name).resolve()) for name in MADE_BY_A_RUN):
+                raise UserError(f"{key}: {source} lies where the run writes (output_dir: {folder.path})")
+        if recipe.checkpoint.resume and folder.config.exists() and folder.newest_checkpoint() is not None:
+            _check_resumed(folder, recipe)
         return folder
 
     @classmethod
@@ -83,15 +92,15 @@ class RunFolder:
         if not self.checkpoints.is_dir():
             return []
         named = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.checkpoints.iterdir())
-        return sorted((int(match[1]), path) for match, path in named if match)
+        return sorted((int(match[1]), path) for match, path in named if match and (path / COMPLETE).is_file())
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step` steps: a resumed run does it again."""
         for path, kept in ((self.metrics, step), (self.samples, step), (self.events, step - 1)):
             if path.exists():
-                lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _step(line, kept + 1) <= kept]
+                lines = [line for line in path.read_bytes().split(b"\n") if _step(line, kept + 1) <= kept]
                 aside = path.with_name(f".{path.name}.partial")
-                aside.write_text("".join(lines), encoding="utf-8")
+                aside.write_bytes(b"".join(line + b"\n" for line in lines))
                 os.replace(aside, path)
 
     def begin_checkpoint(self, step: int) -> Path:
@@ -103,6 +112,7 @@ class RunFolder:
     def commit_checkpoint(self, step: int, keep: int) -> Path:
         """Everything is written: give the checkpoint its name, and remove all but the newest `keep`."""
         final = self.checkpoints / f"step_{step}"
+        (self.begin_checkpoint(step) / COMPLETE).touch()
         _remove(final)
         os.rename(self.begin_checkpoint(step), final)
         for _, path in self._checkpoints()[:-keep]:
@@ -128,12 +138,54 @@ def complete_or_absent(path: Path) -> Iterator[Path]:
     _remove(older)
 
 
-def _step(line: str, otherwise: int) -> int:
+def _step(line: bytes, otherwise: int) -> int:
     """The step a log line is of; a line cut short by a kill belongs to none."""
     try:
         return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return otherwise
+
+
+def _check_writable(path: Path, given: str) -> None:
+    try:
+        if not given.strip() or Path.cwd().is_relative_to(path.resolve()):
+            raise UserError(f"output_dir: {given!r}: name a folder of its own for the run")
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    except (OSError, ValueError) as error:
+        raise UserError(f"output_dir: {given[:80]!r}: {getattr(error, 'strerror', None) or error}") from None
+    if not nearest.is_dir():
+        raise UserError(f"output_dir: {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir: {nearest} is not writable")
+
+
+def _inputs(recipe: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """(key, path) of everything a recipe reads."""
+    for key, value in recipe.items():
+        if isinstance(value, dict):
+            yield from _inputs(value, f"{above}{key}.")
+        elif key == "rewards":
+            yield from ((f"rewards.{reward['name']}.model", reward["model"]) for reward in value if reward["model"])
+        elif key in ("path", "eval_path", "tokenizer", "chat_template") and value:
+            yield f"{above}{key}", value
+
+
+MAY_CHANGE = ("overwrite", "checkpoint", "ray", "telemetry", "output_dir", "train.steps", "train.epochs")
+"""What a resumed run may say differently: everything else would make the rest of it another run."""
+
+
+def _check_resumed(folder: RunFolder, recipe: OnlineRecipe | OfflineRecipe) -> None:
+    before, now = _flat(yaml.safe_load(folder.config.read_text(encoding="utf-8"))), _flat(recipe.model_dump(mode="json"))
+    for key in sorted({*before, *now}):
+        if not key.startswith(MAY_CHANGE) and before.get(key) != now.get(key):
+            raise UserError(f"{key}: {now.get(key)!r}, but the run to resume in {folder.path} has {before.get(key)!r}")
+
+
+def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return flat
 
 
 def _remove(path: Path) -> None:

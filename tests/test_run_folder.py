@@ -27,6 +27,36 @@ def test_a_folder_with_a_run_is_refused_unless_resumed_or_overwritten(tmp_path: 
     assert not folder.metrics.exists() and (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("output_dir", ["", " ", ".", "..", "/"])
+def test_a_folder_that_is_not_the_runs_own_is_refused(output_dir: str) -> None:
+    with pytest.raises(UserError, match="output_dir"):
+        RunFolder.check(recipe(Path("x"), output_dir=output_dir))
+
+
+def test_what_is_no_run_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    with pytest.raises(UserError, match="already holds model"):
+        RunFolder.open(recipe(tmp_path / "run"))
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_an_input_where_the_run_writes_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"model\.path: .* lies where the run writes"):
+        RunFolder.open(recipe(tmp_path / "run", overwrite=True, model={"path": str(model)}))
+    assert model.is_dir()
+
+
+def test_only_the_same_recipe_is_resumed(tmp_path: Path) -> None:
+    folder = RunFolder.open(recipe(tmp_path / "run"))
+    folder.begin_checkpoint(1)
+    folder.commit_checkpoint(1, keep=1)
+    RunFolder.open(recipe(tmp_path / "run", checkpoint={"resume": True}, train={"steps": 9}))
+    with pytest.raises(UserError, match="seed: 5, but the run to resume"):
+        RunFolder.open(recipe(tmp_path / "run", checkpoint={"resume": True}, seed=5))
+
+
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="is a file"):
@@ -42,6 +72,8 @@ def test_checkpoints_are_complete_or_absent_and_the_newest_are_kept(tmp_path: Pa
     newest = folder.newest_checkpoint()
     assert newest is not None and newest[0] == 10 and (newest[1] / "weights").read_text() == "10"
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_10", "step_2"]
+    (folder.checkpoints / "step_11").mkdir()  # torn: not one of ours, or half copied
+    assert folder.newest_checkpoint() == newest
 
 
 def test_a_failed_write_leaves_the_older_folder(tmp_path: Path) -> None:
@@ -57,6 +89,8 @@ def test_rewind_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "rew')
     folder.events.write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2)))
+    folder.samples.write_bytes('{"step": 1, "response": "a\u2028b\x85"}\n{"step": 2, "response": "ü'.encode()[:-1])
     folder.rewind(2)
+    assert json.loads(folder.samples.read_text())["response"] == "a\u2028b\x85"
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
     assert [json.loads(line)["step"] for line in folder.events.read_text().splitlines()] == [0, 1]

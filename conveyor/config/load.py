@@ -15,6 +15,21 @@ class UserError(Exception):
     """Bad input: shown as one line, exit status 2. The text names the key, file or row."""
 
 
+class RunError(Exception):
+    """A run that had to end for a reason its text explains: shown as one line, exit status 1."""
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML silently keeps the last of two equal keys; here that is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> OnlineRecipe | OfflineRecipe:
     """Read a YAML recipe, lay the overrides over it, check it.
 
@@ -26,7 +41,7 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> On
     if not path.is_file():
         raise UserError(f"{path}: no such recipe file")
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):

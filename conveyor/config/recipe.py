@@ -22,9 +22,9 @@ METHOD_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Common(Section):
-    seed: int = Field(0, description="of everything random: order, sampling, initial heads")
+    seed: sections.Whole = Field(0, description="of everything random: order, sampling, initial heads")
     output_dir: str = Field(description="the run's folder")
-    overwrite: bool = Field(False, description="replace a run that output_dir already holds")
+    overwrite: sections.Flag = Field(False, description="replace a run that output_dir already holds")
     model: sections.Model
     data: sections.Data
     train: sections.Train = sections.Train()
@@ -33,7 +33,7 @@ class Common(Section):
     devices: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         None, description="device groups: name → accelerators (CPU cores where there are none); default: what is there"
     )
-    telemetry: bool = Field(False, description="let Ray, vLLM and the hub send usage statistics")
+    telemetry: sections.Flag = Field(False, description="let Ray, vLLM and the hub send usage statistics")
 
 
 class OfflineRecipe(Common):
@@ -159,7 +159,7 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
     for name in sorted(set(names)):
         if names.count(name) > 1:
             found.append(("rewards", f"two rewards are named {name}"))
-        if name in ("reference", "actor", "critic", "rollout", "score", "policy_snapshot", "critic_snapshot", "mean"):
+        if name in ("reference", "actor", "critic", "rollout", "score", "policy_snapshot", "critic_snapshot", "mean", "timeouts", "errors"):
             found.append(("rewards", f"{name} is the name of a role or metric, choose another"))
     known = {*recipe.placed_roles, "score", "reference", "policy_snapshot", "critic_snapshot", "critic"}
     for role, group in recipe.roles.items():
@@ -171,6 +171,10 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
         for role in recipe.placed_roles:
             if recipe.role_group(role) not in recipe.devices:
                 found.append(("devices", f"role {role} needs the group {recipe.role_group(role)}; devices has {', '.join(recipe.devices)}"))
+        used = {recipe.role_group(role) for role in recipe.placed_roles}
+        found += [(f"devices.{group}", "no role is placed on this group") for group in recipe.devices if group not in used]
+    if recipe.data.eval_path is not None:
+        found.append(("data.eval_path", f"{recipe.method} does not evaluate during training; only sft and reward_model do"))
     if pipeline.micro_batch_size > recipe.samples_per_update:
         found.append(("pipeline.micro_batch_size", f"larger than an update ({recipe.samples_per_update} samples)"))
     return found

@@ -6,11 +6,24 @@ what needs files or machines is in `checks.py`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
-NonNegativeFloat = float
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number")
+    return value
+
+
+# Whole numbers and switches are what they say. Numbers may come as text: YAML reads 1e-6 as one.
+Flag = Annotated[bool, Strict()]
+Whole = Annotated[int, Strict()]
+Number = Annotated[float, BeforeValidator(_no_bool)]
+PositiveInt = Annotated[Whole, Field(gt=0)]
+PositiveFloat = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, lt=1)]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -23,7 +36,7 @@ class Model(Section):
     tokenizer: str | None = Field(None, description="tokenizer folder or hub id; default: the model's own")
     dtype: DType = Field("float32", description="type of the trained weights in forward and backward")
     chat_template: str | None = Field(None, description="path of a Jinja chat template; default: the tokenizer's own")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    gradient_checkpointing: Flag = Field(False, description="recompute activations in the backward pass")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="attention implementation")
 
 
@@ -36,10 +49,10 @@ class Data(Section):
     max_length: PositiveInt = Field(1024, description="longest sample, or packed row, in tokens (offline methods)")
     on_long: Literal["drop", "error"] = Field("drop", description="a prompt or sample over its limit: drop and count, or stop")
     on_bad_row: Literal["error", "drop"] = Field("error", description="a malformed row: stop, or drop and count")
-    shuffle: bool = Field(True, description="shuffle anew each epoch, from the recipe's seed")
-    drop_last: bool = Field(False, description="drop the remainder of an epoch; default: train it as a short last step")
-    apply_chat_template: bool = Field(True, description="put text prompts through the chat template as one user message")
-    packing: bool = Field(True, description="SFT: pack whole samples into rows of max_length, each attending to itself only")
+    shuffle: Flag = Field(True, description="shuffle anew each epoch, from the recipe's seed")
+    drop_last: Flag = Field(False, description="drop the remainder of an epoch; default: train it as a short last step")
+    apply_chat_template: Flag = Field(True, description="put text prompts through the chat template as one user message")
+    packing: Flag = Field(True, description="SFT: pack whole samples into rows of max_length, each attending to itself only")
     train_on: Literal["completion", "all"] = Field("completion", description="SFT: tokens that enter the loss")
 
 
@@ -47,37 +60,37 @@ class Rollout(Section):
     n_samples_per_prompt: PositiveInt = Field(1, description="samples of one prompt: the size of a group")
     max_response_length: PositiveInt = Field(256, description="longest response in tokens")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; log-probs use it too")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; training needs 1.0 (see docs)")
-    top_k: int = Field(-1, ge=-1, description="-1: off; training needs -1 (see docs)")
-    stop: tuple[str, ...] = Field((), description="strings that end a response beside EOS")
+    top_p: Number = Field(1.0, gt=0, le=1, description="nucleus; training needs 1.0 (see docs)")
+    top_k: Whole = Field(-1, ge=-1, description="-1: off; training needs -1 (see docs)")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="strings that end a response beside EOS")
     max_concurrent_requests: PositiveInt = Field(64, description="samples in one engine at a time")
     tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine")
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of the GPU for one engine")
+    gpu_memory_utilization: Number = Field(0.85, gt=0, le=1, description="share of the GPU for one engine")
     cpu_kv_cache_gib: PositiveInt = Field(1, description="size of the KV cache of an engine on CPU, GiB")
     dtype: DType | None = Field(None, description="the engine's weights; default: model.dtype")
-    enforce_eager: bool | None = Field(None, description="no graph capture; default: on CPU only")
-    enable_prefix_caching: bool = Field(True, description="share the prompt's KV cache within a group")
+    enforce_eager: Flag | None = Field(None, description="no graph capture; default: on CPU only")
+    enable_prefix_caching: Flag = Field(True, description="share the prompt's KV cache within a group")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed through")
 
 
 class Algorithm(Section):
     advantage_estimator: Literal["gae", "group_norm", "dr_grpo", "rloo"] = Field("gae", description="how advantages are made")
-    gamma: float = Field(1.0, ge=0, le=1, description="discount, GAE")
-    lam: float = Field(0.95, ge=0, le=1, description="λ, GAE")
+    gamma: Number = Field(1.0, ge=0, le=1, description="discount, GAE")
+    lam: Number = Field(0.95, ge=0, le=1, description="λ, GAE")
     normalize: Literal["none", "update"] = Field("none", description="whiten advantages over the update (waits for all of it)")
-    clip_ratio: float = Field(0.2, gt=0, description="PPO clip ε")
-    clip_ratio_high: float | None = Field(None, gt=0, description="upper ε when it differs (clip-higher)")
-    value_clip: float | None = Field(0.2, gt=0, description="clip of the value change; null: off")
-    value_coef: float = Field(0.5, ge=0, description="weight of the value loss (it has ½ of the squared error inside)")
-    kl_coef: float = Field(0.05, ge=0, description="β of the KL to the reference; 0: no reference is loaded")
+    clip_ratio: Number = Field(0.2, gt=0, description="PPO clip ε")
+    clip_ratio_high: Number | None = Field(None, gt=0, description="upper ε when it differs (clip-higher)")
+    value_clip: Number | None = Field(0.2, gt=0, description="clip of the value change; null: off")
+    value_coef: Number = Field(0.5, ge=0, description="weight of the value loss (it has ½ of the squared error inside)")
+    kl_coef: Number = Field(0.05, ge=0, description="β of the KL to the reference; 0: no reference is loaded")
     kl_in: Literal["reward", "loss"] = Field("reward", description="KL as a penalty in the token reward, or as a loss term")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Schulman's estimators of the KL")
     loss_aggregation: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="denominator of the policy loss")
-    entropy_coef: float = Field(0.0, ge=0, description="entropy bonus")
+    entropy_coef: Number = Field(0.0, ge=0, description="entropy bonus")
     update_epochs: PositiveInt = Field(1, description="passes over a step's samples")
-    mask_truncated: bool = Field(False, description="leave samples cut at max_response_length out of the loss")
-    missing_eos_penalty: float = Field(0.0, ge=0, description="taken from the reward of a truncated sample")
-    importance_cap: float | None = Field(
+    mask_truncated: Flag = Field(False, description="leave samples cut at max_response_length out of the loss")
+    missing_eos_penalty: Number = Field(0.0, ge=0, description="taken from the reward of a truncated sample")
+    importance_cap: Number | None = Field(
         None, gt=0, description="C of the truncated weight exp(old − rollout log-prob); default: off at staleness 0, 2.0 above"
     )
 
@@ -91,28 +104,28 @@ class Train(Section):
     learning_rate: PositiveFloat = Field(1e-6, description="peak learning rate of the model")
     critic_learning_rate: PositiveFloat | None = Field(None, description="default: learning_rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
-    warmup_ratio: float = Field(0.0, ge=0, le=1, description="share of the updates with a rising learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW β1, β2")
+    warmup_ratio: Number = Field(0.0, ge=0, le=1, description="share of the updates with a rising learning rate")
+    weight_decay: Number = Field(0.0, ge=0, description="AdamW weight decay")
+    adam_betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW β1, β2")
     max_grad_norm: PositiveFloat = Field(1.0, description="clip of the global gradient norm")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
-    offload_optimizer: bool = Field(False, description="keep optimizer state in host memory (ZeRO ≥ 1)")
+    offload_optimizer: Flag = Field(False, description="keep optimizer state in host memory (ZeRO ≥ 1)")
 
 
 class Pipeline(Section):
-    overlap: bool = Field(True, description="off: strictly one stage at a time")
-    max_staleness: int = Field(0, ge=0, description="0: on-policy; k: sampling may run k steps ahead")
+    overlap: Flag = Field(True, description="off: strictly one stage at a time")
+    max_staleness: Whole = Field(0, ge=0, description="0: on-policy; k: sampling may run k steps ahead")
     micro_batch_size: PositiveInt = Field(8, description="samples in the unit that moves between stages, over all train ranks")
     order: Literal["prompt", "completion"] = Field("prompt", description="order in which micro-batches of an update are trained")
-    in_flight_update: bool = Field(True, description="staleness ≥ 1: engines keep their requests through an install; off: they drain first")
-    verify_sync: bool = Field(False, description="compare a checksum per tensor on both sides of every sync")
+    in_flight_update: Flag = Field(True, description="staleness ≥ 1: engines keep their requests through an install; off: they drain first")
+    verify_sync: Flag = Field(False, description="compare a checksum per tensor on both sides of every sync")
 
 
 class Reward(Section):
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", description="metric reward/NAME and role name")
     model: str | None = Field(None, description="folder or hub id of a sequence classifier with one label")
     function: str | None = Field(None, description="path.py:function or package.module:function")
-    weight: float = Field(1.0, description="weight in the total")
+    weight: Number = Field(1.0, description="weight in the total")
     timeout: PositiveFloat = Field(60.0, description="seconds for one call of a function, after which its samples count as None")
     on_error: Literal["stop", "skip"] = Field("stop", description="a function that raises: end the run naming the row, or score None")
 
@@ -120,7 +133,7 @@ class Reward(Section):
 class Checkpoint(Section):
     every: PositiveInt | None = Field(None, description="steps between checkpoints; default: none but the final model")
     keep: PositiveInt = Field(2, description="checkpoints kept")
-    resume: bool = Field(False, description="go on from the newest checkpoint in output_dir")
+    resume: Flag = Field(False, description="go on from the newest checkpoint in output_dir")
 
 
 class Ray(Section):

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 def load_prompts(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None) -> list[Prompt]:
     """The usable prompts of `data.path` (or of `path`, in the same form), `index` counting them in file order.
 
+    All of them have the same `columns`: one that a row lacks is None there.
     A prompt of `data.max_prompt_length` tokens or more is dropped and counted in the log, or an error, as `data.on_long` says.
 
     Raises:
@@ -45,7 +46,12 @@ def load_prompts(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, pat
                     source, too_long, too_long + len(prompts), data.max_prompt_length)  # fmt: skip
     if not prompts:
         raise UserError(f"{source}: every prompt has data.max_prompt_length ({data.max_prompt_length}) tokens or more; none is left")
-    return prompts
+    return _same_columns(prompts)
+
+
+def _same_columns(prompts: list[Prompt]) -> list[Prompt]:
+    absent: dict[str, None] = {name: None for prompt in prompts for name in prompt.columns}
+    return [prompt if len(prompt.columns) == len(absent) else replace(prompt, columns=absent | dict(prompt.columns)) for prompt in prompts]
 
 
 def _prompts(rows: Sequence[Row], data: sections.Data, tokenizer: PreTrainedTokenizerBase, bad: BadRows) -> list[Prompt | None]:

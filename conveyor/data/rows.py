@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +22,7 @@ from conveyor.config import UserError
 log = logging.getLogger(__name__)
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv")
+TOO_DEEP = "lists or objects nested too deeply"
 
 
 class RowError(UserError):
@@ -127,13 +129,14 @@ def read_rows(source: str, split: str, bad: BadRows, key: str = "data.path") -> 
     if suffix == ".parquet":
         yield from _rows_of_parquet(path, key)
         return
-    text = _utf8(path)
+    text = read_utf8(path)
     readers = {".jsonl": _rows_of_jsonl, ".json": _rows_of_json, ".csv": _rows_of_csv}
     for item in readers[suffix](path, text):
-        if isinstance(item, RowError):
-            bad.reject(item)
+        checked = _whole_characters(item) if isinstance(item, Row) and "\\u" in text else item
+        if isinstance(checked, RowError):
+            bad.reject(checked)
         else:
-            yield item
+            yield checked
 
 
 def chunks(rows: Iterable[Row], size: int = 1024) -> Iterator[list[Row]]:
@@ -143,13 +146,31 @@ def chunks(rows: Iterable[Row], size: int = 1024) -> Iterator[list[Row]]:
         yield chunk
 
 
-def _utf8(path: Path) -> str:
+def read_utf8(path: Path) -> str:
+    """A file's text, without a byte order mark.
+
+    Raises:
+        UserError: names the line that is not UTF-8.
+    """
     raw = path.read_bytes()
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{line}: not UTF-8 (byte {raw[error.start]:#04x})") from None
+
+
+def _whole_characters(row: Row) -> Row | RowError:
+    """Refuses what only a JSON escape can spell and no tokenizer takes: one half of a surrogate pair."""
+    for key, value in row.values.items():
+        try:
+            json.dumps({key: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+            return row.error(f"{key.encode('ascii', 'backslashreplace').decode()}: {half} is half a character, no valid Unicode")
+        except RecursionError:
+            return row.error(f"{key}: {TOO_DEEP}")
+    return row
 
 
 def _rows_of_jsonl(path: Path, text: str) -> Iterator[Row | RowError]:
@@ -167,6 +188,8 @@ def _object(place: str, number: int, content: str) -> Row | RowError:
         value = json.loads(content)
     except ValueError as error:
         return RowError(place, f"not valid JSON: {error}")
+    except RecursionError:
+        return RowError(place, TOO_DEEP)
     if not isinstance(value, dict):
         return RowError(place, f"a row is a JSON object, this is a {type(value).__name__}")
     return Row(place, number, value)
@@ -177,6 +200,10 @@ def _rows_of_json(path: Path, text: str) -> Iterator[Row | RowError]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (one object a line is .jsonl)") from None
+    except ValueError as error:  # a number of too many digits
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: {TOO_DEEP}") from None
     if not isinstance(value, list):
         raise UserError(f"{path}: a .json dataset is one list of objects, this is a {type(value).__name__} (one object a line is .jsonl)")
     for number, item in enumerate(value):
@@ -190,6 +217,8 @@ def _rows_of_csv(path: Path, text: str) -> Iterator[Row | RowError]:
     number = 0
     while True:
         try:
+            if twice := [name for name, times in Counter(reader.fieldnames or ()).items() if times > 1]:
+                raise UserError(f"{path}:{reader.line_num}: the header has the column {twice[0] or 'without a name'} twice")
             cells = next(reader)
         except StopIteration:
             return

@@ -11,6 +11,7 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conveyor.config import UserError, sections
+from conveyor.data.rows import read_utf8
 
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages: mappings with at least `role` and `content`."""
@@ -20,9 +21,9 @@ def load_tokenizer(model: sections.Model) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, with the chat template of `model.chat_template`.
 
     Raises:
-        UserError: the folder or template file is missing, no tokenizer can be read from it, or it has no pad token.
+        UserError: the folder or template file is missing or cannot be read, or the tokenizer has no pad or end-of-sequence token.
     """
-    key, source = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
+    key, source = ("model.tokenizer", model.tokenizer) if model.tokenizer is not None else ("model.path", model.path)
     check_folder_or_hub_id(key, source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -39,29 +40,33 @@ def load_tokenizer(model: sections.Model) -> PreTrainedTokenizerBase:
         file = Path(model.chat_template)
         if not file.is_file():
             raise UserError(f"model.chat_template: {file}: no such file")
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = read_utf8(file)
+        except UserError as error:
+            raise UserError(f"model.chat_template: {error}") from None
     return tokenizer
 
 
 def check_folder_or_hub_id(key: str, source: str) -> None:
     """Refuse a path that can only be meant as a local folder and is not there, or holds no model files."""
+    if not source.strip():
+        raise UserError(f"{key}: empty; name a model folder or a hub id")
     path = Path(source).expanduser()
     if path.is_dir():
         if not any(path.iterdir()):
             raise UserError(f"{key}: {source} is an empty folder")
         return
-    first = path.parts[0] if path.parts else ""
-    looks_local = source.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and os.path.isdir(first))
-    if path.exists() or looks_local or not source:
-        raise UserError(f"{key}: {source or 'empty'}: no such model folder")
+    looks_local = source.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and os.path.isdir(path.parts[0]))
+    if path.exists() or looks_local:
+        raise UserError(f"{key}: {source}: no such model folder")
 
 
 def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], *, add_generation_prompt: bool) -> list[str]:
     """Chat messages as text; the template brings all special tokens itself.
 
     Raises:
-        UserError: the tokenizer has no chat template.
-        ValueError: the template refuses a conversation (say, two user messages in a row), with its own words.
+        UserError: the tokenizer has no chat template, or one that is not valid Jinja.
+        ValueError: the template refuses a conversation (say, two user messages in a row), with its own words, or fails at it.
     """
     if not chats:
         return []
@@ -74,8 +79,12 @@ def render_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], 
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
             [[dict(message) for message in chat] for chat in chats], tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except (jinja2.TemplateError, KeyError, TypeError) as error:
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"model.chat_template: the chat template is not valid Jinja: line {error.lineno}: {_first_line(error)}") from error
+    except jinja2.TemplateError as error:
         raise ValueError(f"the chat template refuses it: {_first_line(error)}") from error
+    except Exception as error:  # a template computes: it may divide by zero, index past an end, or miss a key
+        raise ValueError(f"the chat template fails: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from conveyor.checks import read_model_config
 from conveyor.config import OfflineRecipe, UserError
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.offline.fit import MetricsRow, epoch_order
@@ -64,7 +62,7 @@ def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, P
     RunFolder.check(recipe)
     _check_devices(recipe)
     tokenizer = load_tokenizer(recipe.model)
-    config = _model_config(recipe)
+    config = read_model_config("model.path", recipe.model.path)
     task = TASKS[recipe.method].read(recipe, tokenizer)
     for sample in task.samples:
         if int(sample.ids.max()) >= config.vocab_size:
@@ -73,19 +71,7 @@ def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, P
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and len(longest.ids) > limit:
         raise UserError(f"data.max_length: {longest.place} has {len(longest.ids)} tokens, the model takes {limit}")
-    if recipe.checkpoint.resume:
-        _check_resumed(recipe)
     return task, tokenizer, len(epoch_order(recipe, len(task.items)))
-
-
-def _model_config(recipe: OfflineRecipe) -> Any:
-    folder = Path(recipe.model.path).expanduser()
-    if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise UserError(f"model.path: {folder} holds no weights (*.safetensors or *.bin)")
-    try:
-        return AutoConfig.from_pretrained(recipe.model.path).get_text_config()
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: no model configuration can be read from {recipe.model.path}: {str(error).splitlines()[0]}") from None
 
 
 def _ranks(recipe: OfflineRecipe) -> int:
@@ -105,33 +91,10 @@ def _check_devices(recipe: OfflineRecipe) -> None:
         raise UserError(f"train.micro_batch_size: {samples} samples over {ranks} ranks: some ranks would never have one; raise it")
 
 
-MAY_CHANGE = ("overwrite", "checkpoint", "ray", "telemetry", "output_dir", "train.steps", "train.epochs")
-"""What a resumed run may say differently: everything else would make the rest of it another run."""
-
-
-def _check_resumed(recipe: OfflineRecipe) -> None:
-    folder = RunFolder(recipe.output_dir)
-    if not folder.config.exists() or folder.newest_checkpoint() is None:
-        return
-    before, now = _flat(yaml.safe_load(folder.config.read_text(encoding="utf-8"))), _flat(recipe.model_dump(mode="json"))
-    for key in sorted({*before, *now}):
-        if not key.startswith(MAY_CHANGE) and before.get(key) != now.get(key):
-            raise UserError(f"{key}: {now.get(key)!r}, but the run to resume in {folder.path} has {before.get(key)!r}")
-
-
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
-    return flat
-
-
 def _record(recipe: OfflineRecipe, folder: RunFolder, rows: Iterator[MetricsRow], total: int, start: int) -> MetricsRow:
     """Write every row to metrics.jsonl as it comes, show it, and return the last."""
     if folder.metrics.exists():
-        # Steps after the checkpoint are done again.
-        kept = folder.metrics.read_text(encoding="utf-8").splitlines(keepends=True)[:start]
-        folder.metrics.write_text("".join(kept), encoding="utf-8")
+        folder.rewind(start)
     row: MetricsRow = {}
     with MetricsLog(folder.metrics) as metrics, RunProgress(recipe.method, total=total, done=start) as progress:
         for row in rows:

@@ -15,6 +15,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ray.exceptions import RayActorError
+
+from conveyor.config import RunError
 from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.actions import (
     Action,
@@ -37,13 +40,17 @@ from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, SampleId
-from conveyor.workers.reports import MicroBatchKey, Publication, Span
+from conveyor.workers.reports import MicroBatchKey, Publication, SampleReport, SampleRow, Span
 from conveyor.workers.start import Workers
 
 SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic"}
 
 
-class SyncError(RuntimeError):
+class WorkerDied(RunError):
+    """A worker's process has ended; says which, and what is left of the run."""
+
+
+class SyncError(RunError):
     """`verify_sync` found a tensor that differs from what the trainer published."""
 
 
@@ -59,6 +66,8 @@ class Executor:
         self._holders: dict[MicroBatchKey, int] = {}
         self._publications: dict[str, Publication] = {}
         self._checkpointed: Counter[int] = Counter()
+        self._groups_done: Counter[int] = Counter()
+        self._finished: dict[int, tuple[list[SampleReport], list[SampleRow]]] = {}
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._carry_out: dict[type, Callable[[Any], Awaitable[None]]] = {
@@ -103,11 +112,27 @@ class Executor:
     async def _run_one(self, action: Action) -> None:
         try:
             await self._carry_out[type(action)](action)
+        except RayActorError:
+            self._events.put_nowait(self._died(self._worker_of(action)))
         except Exception as error:
             self._events.put_nowait(error)
         else:
             if not isinstance(action, Admit):
                 self._events.put_nowait(Done(action))
+
+    def _worker_of(self, action: Action) -> str:
+        match action:
+            case Admit(engine, _, _) | InstallEngine(engine, _):
+                return f"rollout engine {engine}"
+            case Score(part, worker, _, _) | InstallSnapshot(part, worker, _):
+                return f"score worker {worker} of group {self.plan.parts[part].group}"
+            case _:
+                return f"a train worker of group {self.plan.train_groups[action.train_group].group}"
+
+    def _died(self, worker: str) -> WorkerDied:
+        newest = self.folder.newest_checkpoint()
+        left = f"go on from {newest[1]} with checkpoint.resume" if newest else "there is no checkpoint (checkpoint.every)"
+        return WorkerDied(f"{worker} died, killed or out of memory; {left}")
 
     # ── rollout ──────────────────────────────────────────────────────────────────────────────────
 
@@ -127,6 +152,8 @@ class Executor:
                 self.recorder.sample(number, done)
                 self._events.put_nowait(SampleFinished(number, done.id, done.oldest_version))
             raise RuntimeError(f"rollout engine {number} ended its stream before the run was over")
+        except RayActorError:
+            self._events.put_nowait(self._died(f"rollout engine {number}"))
         except Exception as error:
             self._events.put_nowait(error)
 
@@ -168,10 +195,15 @@ class Executor:
         self.recorder.updated(action.train_group, action.step, reports)
 
     async def _finish(self, action: Finish) -> None:
+        """The step's record is written when its last train group is done; its samples are the actor's."""
         rows = await self._on_ranks(action.train_group, "finish_step", action.step)
         samples = self.ledger.finish_step(action.train_group, action.step)
         if action.train_group == 0:
-            self.recorder.finish_step(action.step, samples, [row for of_rank in rows for row in of_rank])
+            self._finished[action.step] = (samples, [row for of_rank in rows for row in of_rank])
+        self._groups_done[action.step] += 1
+        if self._groups_done[action.step] == len(self.plan.train_groups):
+            del self._groups_done[action.step]
+            self.recorder.finish_step(action.step, *self._finished.pop(action.step))
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 

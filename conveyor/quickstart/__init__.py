@@ -1,1 +1,7 @@
 """From nothing to a model that RLHF has made better, in a few minutes on two cores: `conveyor quickstart`."""
+
+import os
+
+# Read when torch is loaded. OpenMP threads that spin while they wait slow each other down many times over as soon as
+# another process wants their core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.data.tokenizer import Messages, encode_prompt
@@ -36,9 +37,7 @@ def sample_responses(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for first in range(0, len(encoded), batch_size):
-            batch = tokenizer.pad({"input_ids": encoded[first : first + batch_size]}, padding_side="left", return_tensors="pt").to(
-                model.device
-            )
-            ids = model.generate(**batch, generation_config=settings)
+            batch = tokenizer.pad({"input_ids": encoded[first : first + batch_size]}, padding_side="left", return_tensors="pt")
+            ids: Tensor = model.generate(**batch.to(model.device), generation_config=settings)  # type: ignore[operator]
             responses += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return responses

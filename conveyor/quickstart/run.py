@@ -6,6 +6,7 @@ The three trainings are ordinary recipes (beside this file), run the way `convey
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,6 +83,7 @@ def quickstart(output_dir: str = WRITTEN_FOR, seed: int = 0) -> int:
     """
     folder, console = Path(output_dir), Console()
     _claim(folder)
+    _quiet()
     with PeakMemory() as memory:
         summary = _Quickstart(folder, console, seed).run(memory)
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
@@ -199,14 +203,21 @@ def _idle(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _print(summary: Summary, console: Console) -> None:
-    quality = [
-        ["held-out accuracy (exact)", summary.accuracy_base, summary.accuracy_sft, summary.accuracy_ppo],
-        ["reward", None, summary.reward_sft, summary.reward_ppo],
+    quality: list[list[str | float | None]] = [
+        ["held-out accuracy (exact checker)", summary.accuracy_base, summary.accuracy_sft, summary.accuracy_ppo],
+        ["reward (reward model)", None, summary.reward_sft, summary.reward_ppo],
         ["KL to SFT, a token", None, 0.0, summary.kl],
     ]
+    step = summary.step_seconds
+    groups = [[group, f"{(1 - idle) * step:.2f} s", f"{idle:.0%}"] for group, idle in summary.idle.items()]
     console.print()
-    console.print(table("Quality", ["", "untrained", "after SFT", "after PPO"], quality))
-    time_rows = [[f"idle share, {group}", f"{share:.0%}"] for group, share in summary.idle.items()]
-    time_rows += [["seconds a PPO step", f"{summary.step_seconds:.2f}"], ["seconds in all", f"{summary.seconds:.0f}"]]
-    time_rows += [["peak memory, GiB", f"{summary.peak_memory_gib:.1f}"]]
-    console.print(table("Time", ["", ""], time_rows))
+    console.print(table("What it learnt", ["", "untrained", "after SFT", "after PPO"], quality))
+    console.print(table(f"A PPO step: {step:.2f} s", ["device group", "busy", "idle"], groups))
+    console.print(f"{summary.seconds:.0f} s in all, peak memory {summary.peak_memory_gib:.1f} GiB", highlight=False)
+
+
+def _quiet() -> None:
+    """Without other libraries' progress bars, and the warning of DeepSpeed where there is no GPU to find."""
+    transformers.utils.logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from conveyor.config import UserError
-from conveyor.rewards.functions import accepted, check_columns, checked_scores, load_function, where_raised
+from conveyor.rewards.functions import accepted, checked_scores, load_function, where_raised
 
 
-def serve(pipe: Connection, function: Callable[..., Any], key: str) -> None:
+def serve(pipe: Connection, function: Callable[..., Any]) -> None:
     """Answer calls until the caller closes the pipe."""
     # One loop for all calls: an async function may keep clients that belong to it.
     loop = asyncio.new_event_loop()
@@ -25,18 +25,15 @@ def serve(pipe: Connection, function: Callable[..., Any], key: str) -> None:
             arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(function, key, arguments, loop))
+        pipe.send(_answer(function, arguments, loop))
 
 
-def _answer(function: Callable[..., Any], key: str, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> tuple[str, Any]:
+def _answer(function: Callable[..., Any], arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> tuple[str, Any]:
     try:
-        check_columns(function, key, arguments)
         result = function(**accepted(function, arguments))
         if inspect.isawaitable(result):
             result = loop.run_until_complete(_wait(result))
-    except UserError as error:
-        return "failed", str(error)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: ending the process is not the function's to decide
         traceback.print_exception(error)
         return "failed", f"raised {where_raised(error)}"
     try:
@@ -64,7 +61,7 @@ def main() -> None:
         pipe.send(("refused", str(error)))
         return
     pipe.send(("ready", ""))
-    serve(pipe, function, key)
+    serve(pipe, function)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 `prompts` and `completions` hold one text a sample, or, where the prompt was messages, one list of
 messages (the completion is then one assistant message). Every other column of the dataset arrives
 under its name as a list, and `completion_ids` as lists of token ids. None = the reward does not
-apply to that sample. The function may be `async`. TRL's reward functions have the same form.
+apply to that sample; a column that a row lacks is None there too. The function may be `async`. TRL's reward functions have the same form.
 
 It must judge each sample by itself: which samples share a call depends on the micro-batch.
 
@@ -29,13 +29,16 @@ from conveyor.config import UserError
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments every call has; all others are columns of the dataset."""
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""The largest score: rewards are float32 from the batch on."""
+
 
 def load_function(named: str, key: str) -> Callable[..., Any]:
     """Import the function named `path.py:function` or `package.module:function`; `key` is where the recipe names it.
 
     Raises:
         UserError: no such file, module or function, an import that fails, or something that
-            cannot be called with `prompts` and `completions` as keywords.
+            cannot be called with keywords, `prompts` and `completions` among them.
     """
     where, colon, name = named.rpartition(":")
     if not colon or not where or not name:
@@ -50,7 +53,9 @@ def load_function(named: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}: {named} is a {type(function).__name__}, not a function")
     parameters = _parameters(function)
     if parameters is not None:
-        missing = [given for given in ("prompts", "completions") if given not in parameters and not _takes_any(parameters)]
+        if by_place := [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_ONLY]:
+            raise UserError(f"{key}: {named} takes {' and '.join(by_place)} by position only (before the /); it is called with keywords")
+        missing = [given for given in ("prompts", "completions") if given not in _named(parameters) and not _takes_any(parameters)]
         if missing:
             raise UserError(f"{key}: {named} takes no argument {' nor '.join(missing)}")
     return function
@@ -63,9 +68,8 @@ def check_columns(function: Callable[..., Any], key: str, columns: Iterable[str]
         UserError: names the missing column and those there are.
     """
     have = set(columns)
-    for name, parameter in (_parameters(function) or {}).items():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and name not in have and name not in GIVEN:
+    for name, parameter in _named(_parameters(function) or {}).items():
+        if parameter.default is parameter.empty and name not in have and name not in GIVEN:
             listed = ", ".join(sorted(have)) or "no other columns"
             raise UserError(f"{key}: the function asks for the column {name}; the data has {listed}")
 
@@ -75,14 +79,15 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
     parameters = _parameters(function)
     if parameters is None or _takes_any(parameters):
         return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}
+    named = _named(parameters)
+    return {name: value for name, value in arguments.items() if name in named}
 
 
 def checked_scores(result: Any, count: int) -> list[float | None]:
     """What a function returned, as floats.
 
     Raises:
-        ValueError: not a list of `count` finite numbers or None.
+        ValueError: not a list of `count` numbers, finite in float32, or None.
     """
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
@@ -100,10 +105,12 @@ def _score(value: Any) -> float | None:
         raise ValueError(f"returned the text {value!r} as a score")
     try:
         score = float(value)
-    except (TypeError, ValueError):
+    except OverflowError:  # an int beyond float64, whose digits may fill pages
+        score = math.inf if value > 0 else -math.inf
+    except Exception:  # __float__ is the value's own code: PyTorch's raises RuntimeError
         raise ValueError(f"returned a {type(value).__name__} as a score") from None
-    if not math.isfinite(score):
-        raise ValueError(f"returned the score {score}")
+    if not abs(score) <= FLOAT32_MAX:
+        raise ValueError(f"returned the score {score}, not a finite float32")
     return score
 
 
@@ -128,7 +135,7 @@ def _load_file(where: str, key: str) -> Any:
     sys.modules[spec.name] = module  # dataclasses and pickle look a module up by its name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{key}: importing {where}: {where_raised(error)}") from error
     return module
 
@@ -136,7 +143,7 @@ def _load_file(where: str, key: str) -> Any:
 def _load_module(where: str, key: str) -> Any:
     try:
         return importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{key}: importing {where}: {where_raised(error)}") from error
 
 
@@ -145,6 +152,12 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables written in C have none
         return None
+
+
+def _named(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """Those that a keyword of their name reaches: not `*args`, not `**columns`."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:

@@ -59,6 +59,15 @@ def test_the_reference_is_not_placed_without_kl() -> None:
         ({"rewards": [{"name": "actor", "model": "x"}]}, "rewards: actor is the name of a role"),
         ({"train": {"offload_optimizer": True}}, "train.offload_optimizer: needs train.zero_stage"),
         ({"algorithm": {"kl_in": "reward", "kl_estimator": "k3"}}, "algorithm.kl_estimator: in the reward only k1"),
+        ({"train": {"steps": True}}, "train.steps: Input should be a valid integer"),
+        ({"train": {"steps": "3"}}, "train.steps: Input should be a valid integer"),
+        ({"train": {"learning_rate": True}}, "train.learning_rate: Input should be a number"),
+        ({"train": {"adam_betas": [1.5, 0.9]}}, "train.adam_betas.0: Input should be less than 1"),
+        ({"pipeline": {"overlap": "yes"}}, "pipeline.overlap: Input should be a valid boolean"),
+        ({"rollout": {"stop": [""]}}, "rollout.stop.0: "),
+        ({"data": {"path": "d", "eval_path": "e"}}, "data.eval_path: grpo does not evaluate"),
+        ({"devices": {"rollout": 1, "score": 1, "train": 1, "spare": 1}}, "devices.spare: no role is placed on this group"),
+        ({"rewards": [{"name": "timeouts", "model": "x"}]}, "rewards: timeouts is the name of"),
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: "),
         ({"model": None}, "model: "),
     ],
@@ -72,7 +81,13 @@ def test_bad_settings_are_one_line_that_names_the_key(tmp_path: Path, changes: d
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("", "empty"), ("- a\n", "not one"), ("a: [1\n", "not valid YAML"), ("method: sft\n", "missing")],
+    [
+        ("", "empty"),
+        ("- a\n", "not one"),
+        ("a: [1\n", "not valid YAML"),
+        ("method: sft\n", "missing"),
+        ("seed: 1\nseed: 2\n", "the key seed stands there twice"),
+    ],
 )
 def test_files_that_are_no_recipe(tmp_path: Path, text: str, line: str) -> None:
     with pytest.raises(UserError, match=line) as caught:
@@ -87,6 +102,11 @@ def test_a_missing_file_and_a_bad_override(tmp_path: Path) -> None:
         load_recipe(write(tmp_path, GRPO), {"method.x": "1"})
     with pytest.raises(UserError, match=r"rollout\.tmeperature: unknown key"):
         load_recipe(write(tmp_path, GRPO), {"rollout.tmeperature": "1"})
+
+
+def test_a_number_may_come_as_text_as_yaml_reads_1e_6(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, GRPO), {"train.learning_rate": "1e-6"})
+    assert recipe.train.learning_rate == 1e-6
 
 
 def test_list_entries_can_be_overridden(tmp_path: Path) -> None:

@@ -26,6 +26,17 @@ def test_text_and_messages_give_the_same_tokens(tmp_path):
     assert other.text == "<s><|user|>2+2=<|assistant|>"
 
 
+def test_a_column_that_some_rows_lack_is_none_there(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": "4", "level": None}, {"prompt": "c", "level": 2}]
+    prompts = load(tmp_path, rows)
+    assert [p.columns for p in prompts] == [
+        {"answer": None, "level": None},
+        {"answer": "4", "level": None},
+        {"answer": None, "level": 2},
+    ]
+    assert [p.columns for p in load(tmp_path, rows[:1])] == [{}]
+
+
 def test_too_long_prompts_are_dropped_and_counted(tmp_path, caplog):
     """Case 13: BOS, user, 5 letters, assistant = 8 tokens; a limit of 8 is reached."""
     rows = [{"prompt": "abcd"}, {"prompt": "abcde"}, {"prompt": "abc"}]
@@ -68,6 +79,24 @@ def test_a_conversation_the_template_refuses_is_named(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": [{"role": "system", "content": "b"}]}\n')
     with pytest.raises(UserError, match=r"p.jsonl:2: the chat template refuses it: must start with user"):
         load_prompts(sections.Data(path=str(path)), tokenizer)
+
+
+def test_a_template_that_fails_names_the_row(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=r"p.jsonl:1: the chat template fails: ZeroDivisionError: division by zero"):
+        load_prompts(sections.Data(path=str(tmp_path / "p.jsonl")), tokenizer)
+
+
+@pytest.mark.parametrize("template", ["x\n{% for %}", "x\n{{ messages | nothing_like_it }}"])
+def test_a_template_that_is_not_jinja_names_its_key(tmp_path, template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=r"^model.chat_template: the chat template is not valid Jinja: line 2: .") as error:
+        load_prompts(sections.Data(path=str(tmp_path / "p.jsonl"), on_bad_row="drop"), tokenizer)
+    assert "\n" not in str(error.value)
 
 
 def prompts(n):

@@ -16,6 +16,7 @@ def write(path, content):
     return path
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
 ROWS = [{"prompt": "a\u2028b", "n": "007"}, {"prompt": "ü", "n": "8"}]
 
 
@@ -56,6 +57,12 @@ def test_byte_order_mark_and_windows_lines(tmp_path):
         ("d.json", "[{}, 1]", r"d.json: row 1: must be an object, not int"),
         ("d.csv", "a,b\n1,2\n3\n", r"d.csv:3: fewer cells than the header has"),
         ("d.csv", "a,b\n1,2,3\n", r"d.csv:2: more cells than the header has"),
+        ("d.csv", "a,b,a\n1,2,3\n", r"d.csv:1: the header has the column a twice"),
+        pytest.param("d.jsonl", '{"a": 1}\n{"a": %s}' % DEEP, "d.jsonl:2: lists or objects nested too deeply", id="deep-jsonl"),
+        pytest.param("d.json", DEEP, "d.json: lists or objects nested too deeply", id="deep-json"),
+        pytest.param("d.json", '[{"a": %s}]' % ("9" * 5000), "d.json: not valid JSON: Exceeds the limit", id="digits"),
+        ("d.jsonl", '{"a": "\\ud83d\\ude00"}\n{"b": ["x\\uD800"]}', r"d.jsonl:2: b: \\ud800 is half a character, no valid Unicode"),
+        ("d.json", '[{}, {"\\udfff": 1}]', r"d.json: row 1: \\udfff: \\udfff is half a character"),
         ("d.parquet", "nonsense", r"data.path: .*d.parquet: not a Parquet file"),
         ("d.txt", "x", r"data.path: .*d.txt: unknown extension; one of .jsonl, .json, .parquet, .csv"),
     ],

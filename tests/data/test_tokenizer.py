@@ -55,6 +55,18 @@ def test_missing_template_file(folder):
         load_tokenizer(sections.Model(path=str(folder), chat_template="absent.jinja"))
 
 
+def test_template_that_is_not_utf8(folder, tmp_path):
+    (tmp_path / "chat.jinja").write_bytes(b"a\n\xff")
+    with pytest.raises(UserError, match=r"^model.chat_template: .*chat.jinja:2: not UTF-8 \(byte 0xff\)"):
+        load_tokenizer(sections.Model(path=str(folder), chat_template=str(tmp_path / "chat.jinja")))
+
+
+@pytest.mark.parametrize(("key", "model"), [("path", dict(path="")), ("path", dict(path=" ")), ("tokenizer", dict(path="m", tokenizer=""))])
+def test_an_empty_path_is_named(key, model):
+    with pytest.raises(UserError, match=rf"^model.{key}: empty; name a model folder or a hub id"):
+        load_tokenizer(sections.Model(**model))
+
+
 def test_missing_chat_template_names_the_way_out(tmp_path):
     tokenizer = load_tokenizer(edited(tmp_path / "m", chat_template=None))
     with pytest.raises(UserError, match=r"model.chat_template: .*data.apply_chat_template: false"):

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from conveyor.algorithms.metrics import Mean
 from conveyor.config import OnlineRecipe, parse_recipe
 from conveyor.data.prompts import PromptOrder
-from conveyor.pipeline.executor import Executor, SyncError
+from conveyor.pipeline.executor import Executor, SyncError, WorkerDied
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import run_plan
 from conveyor.pipeline.scheduler import Scheduler
@@ -49,7 +50,7 @@ class Method:
 
     def remote(self, *arguments: Any) -> Any:
         async def answer() -> Any:
-            await asyncio.sleep(0)
+            await asyncio.sleep(getattr(self.call.__self__, "_slow", 0))  # type: ignore[attr-defined]
             return self.call(*arguments)
 
         if self.returns == 2:
@@ -118,8 +119,10 @@ class Rank(FakeActor):
     def _forward_backward(self, key: Any, context: Any, last: bool) -> TrainReport:
         if self._fail == "train":
             raise RuntimeError("out of memory")
+        if self._fail == "die":
+            raise RayActorError
         self.log.append((key, last))
-        return TrainReport({"loss/policy": Mean(2.0, 4.0)}, span())
+        return TrainReport({"loss/policy": Mean(2.0, 4.0)} if self._role == "actor" else {"loss/value": Mean(1.0, 4.0)}, span())
 
     def _optim_step(self, denominators: Any) -> OptimReport:
         self.log.append(denominators)
@@ -151,14 +154,22 @@ def make_recipe(folder: Path, **changes: Any) -> OnlineRecipe:
     return made
 
 
-def run(recipe: OnlineRecipe, *, ranks: int = 2, fail: str = "", role: str = "actor", reverse: bool = False) -> tuple[Workers, RunFolder]:
+def run(
+    recipe: OnlineRecipe,
+    *,
+    ranks: int = 2,
+    fail: str = "",
+    role: str = "actor",
+    reverse: bool = False,
+    trainers: list[list[Any]] | None = None,
+) -> tuple[Workers, RunFolder]:
     folder = RunFolder(recipe.output_dir)
     folder.path.mkdir(exist_ok=True)
     order = PromptOrder([Prompt(i, i, (1,), "p") for i in range(6)], recipe.train.rollout_batch_size)
-    plan = run_plan(recipe, [len(order[s]) for s in range(len(order))], {"rollout": 1, "score": 1, "train": ranks})
+    plan = run_plan(recipe, [len(order[s]) for s in range(len(order))], {"rollout": 1, "score": 1, "train": ranks, "other": 1})
 
     async def go() -> Workers:
-        workers = Workers([Engine(reverse)], {"score": [Scorer()]}, [[Rank(rank, ranks, fail, role) for rank in range(ranks)]])
+        workers = Workers([Engine(reverse)], {"score": [Scorer()]}, trainers or [[Rank(rank, ranks, fail, role) for rank in range(ranks)]])
         recorder = Recorder(recipe, plan, folder, lambda row: None)
         try:
             await asyncio.wait_for(Executor(Scheduler(plan), workers, order, recorder, folder).run(), 20)
@@ -184,8 +195,9 @@ def test_denominators_are_of_the_whole_update_over_all_ranks(tmp_path: Path) -> 
         assert [(c.tokens, c.sequences) for c in counted] == [(12, 4)] * 3
 
 
-def test_metrics_samples_and_events_are_written(tmp_path: Path) -> None:
+def test_metrics_samples_and_events_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, folder = run(make_recipe(tmp_path, checkpoint={"every": 2}))
+    assert "step 1: every response was cut at rollout.max_response_length (256)" in caplog.text
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and [row["version"] for row in rows] == [1, 2, 3]
     first = rows[0]
@@ -196,12 +208,27 @@ def test_metrics_samples_and_events_are_written(tmp_path: Path) -> None:
     tasks = {json.loads(line)["task"] for line in folder.events.read_text().splitlines()}
     assert {"rollout", "score", "prepare", "train", "update", "publish", "install"} <= tasks
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_2", "step_3"]
-    assert sorted(path.name for path in (folder.checkpoints / "step_3").iterdir()) == ["rank0", "rank1"]
+    assert sorted(path.name for path in (folder.checkpoints / "step_3").iterdir()) == ["complete", "rank0", "rank1"]
+
+
+def test_metrics_of_a_slow_critic_on_its_own_group_are_in_its_step(tmp_path: Path) -> None:
+    changes = {"method": "ppo", "roles": {"critic": "other"}, "devices": {"rollout": 1, "score": 1, "train": 1, "other": 1}}
+    recipe = make_recipe(tmp_path, **changes)
+    actor, critic = Rank(0, 1), Rank(0, 1, role="critic")
+    critic._slow = 0.02
+    _, folder = run(recipe, trainers=[[actor], [critic]])
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert len(rows) == 3 and all(row["loss/value"] == 0.25 for row in rows)
 
 
 def test_a_worker_that_fails_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         run(make_recipe(tmp_path), fail="train")
+
+
+def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match=r"a train worker of group train died.*there is no checkpoint"):
+        run(make_recipe(tmp_path), fail="die")
 
 
 def test_a_mismatched_tensor_ends_the_run(tmp_path: Path) -> None:

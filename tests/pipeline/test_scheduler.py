@@ -221,6 +221,45 @@ def test_on_policy_admits_only_its_own_step() -> None:
     assert [action.group for action in Scheduler(plan).actions() if isinstance(action, Admit)] == [0, 1]
 
 
+def _carry_out(scheduler: Scheduler, actions: list) -> list:
+    """Everything but sampling and installs into engines, to the end → those."""
+    left = []
+    while actions:
+        action = actions.pop(0)
+        if isinstance(action, (Admit, InstallEngine)):
+            left.append(action)
+        else:
+            scheduler.handle(Done(action))
+            actions += scheduler.actions()
+    return left
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_an_engine_drains_before_an_install_unless_updates_are_in_flight(in_flight: bool) -> None:
+    plan = RunPlan(step_groups=(2, 4), samples_per_group=1, samples_per_update=2, micro_batch_size=2, max_staleness=1, engine_slots=2,
+                   in_flight_update=in_flight)  # fmt: skip
+    scheduler = Scheduler(plan)
+
+    def after(event: Done | SampleFinished) -> list:
+        scheduler.handle(event)
+        return _carry_out(scheduler, scheduler.actions())
+
+    assert _carry_out(scheduler, scheduler.actions()) == [Admit(0, 0, 0), Admit(0, 1, 0)]
+    assert after(SampleFinished(0, SampleId(0, 0), 0)) == [Admit(0, 2, 1)]
+    # The sample of group 1 completes step 0, which is trained and published while group 2, the slow one, is sampled.
+    first = after(SampleFinished(0, SampleId(1, 0), 0))
+    assert scheduler.version == 1
+    if in_flight:
+        assert first == [Admit(0, 3, 1), InstallEngine(0, 1)]
+        return
+    assert first == [Admit(0, 3, 1)], "the engine holds groups of the old version"
+    # A slot is free and group 4 is fresh enough, but admitting it would put the install off for ever.
+    assert after(SampleFinished(0, SampleId(3, 0), 0)) == []
+    assert after(SampleFinished(0, SampleId(2, 0), 0)) == [InstallEngine(0, 1)]
+    assert scheduler.actions() == [], "nothing is admitted while the install runs"
+    assert after(Done(InstallEngine(0, 1))) == [Admit(0, 4, 1), Admit(0, 5, 1)]
+
+
 def test_a_sample_from_the_wrong_engine_or_too_stale_is_refused() -> None:
     plan = RunPlan(step_groups=(2, 2), samples_per_group=1, samples_per_update=2, micro_batch_size=2, engines=2, engine_slots=1)
     scheduler = Scheduler(plan)

@@ -28,7 +28,15 @@ def test_a_problem_by_hand():
 
 @pytest.mark.parametrize(
     ("response", "right"),
-    [("a b c d f", True), ("a b c d", False), ("a b c f d", False), ("a b c d f f", False), ("abcdf", False), ("a b c d f ", False), ("", False)],
+    [
+        ("a b c d f", True),
+        ("a b c d", False),
+        ("a b c f d", False),
+        ("a b c d f f", False),
+        ("abcdf", False),
+        ("a b c d f ", False),
+        ("", False),
+    ],
 )
 def test_the_checker_takes_the_exact_answer_only(response, right):
     assert is_right(response, Problem("dbfac").answer) is right

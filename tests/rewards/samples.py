@@ -43,6 +43,20 @@ def nan(prompts, completions, **columns):
     return [float("nan") if completion == "bad" else 1.0 for completion in completions]
 
 
+def huge(prompts, completions, **columns):
+    return [1e300 if completion == "bad" else 1.0 for completion in completions]
+
+
+def leaves(prompts, completions, **columns):
+    if "bad" in completions:
+        raise SystemExit(3)
+    return [1.0] * len(completions)
+
+
+async def leaves_async(prompts, completions, **columns):
+    return leaves(prompts, completions)
+
+
 def too_few(prompts, completions, **columns):
     return [1.0] * (len(completions) - 1)
 
@@ -61,6 +75,18 @@ def dies(prompts, completions, **columns):
 
 def no_completions(prompts):
     return []
+
+
+def by_place(prompts, completions, /, **columns):
+    return [1.0] * len(completions)
+
+
+def swallowed(prompts, *completions):
+    return []
+
+
+def starred(prompts, completions, *answer):
+    return [float(len(answer))] * len(completions)
 
 
 NUMBER = 3

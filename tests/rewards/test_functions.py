@@ -52,6 +52,8 @@ def reward():
         (f"{SAMPLES}:missing", "has no missing"),
         (f"{SAMPLES}:NUMBER", "is a int, not a function"),
         (f"{SAMPLES}:no_completions", "takes no argument completions"),
+        (f"{SAMPLES}:swallowed", "takes no argument completions"),
+        (f"{SAMPLES}:by_place", r"takes prompts and completions by position only \(before the /\); it is called with keywords"),
         ("no.such.module:score", "importing no.such.module: ModuleNotFoundError"),
     ],
 )
@@ -65,6 +67,13 @@ def test_a_file_that_fails_to_import_names_the_line(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("x = 1\ny = x / 0\n")
     with pytest.raises(UserError, match=r"ZeroDivisionError: division by zero \(broken.py:2\)"):
+        load_function(f"{path}:score", "r")
+
+
+def test_a_file_that_ends_the_process_at_import_is_one_line(tmp_path):
+    path = tmp_path / "leaving.py"
+    path.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(UserError, match=r"r: importing .*leaving.py: SystemExit: 3 \(leaving.py:2\)"):
         load_function(f"{path}:score", "r")
 
 
@@ -104,9 +113,33 @@ def test_scores_of_plain_async_and_none(reward):
     assert reward("exact").score(rollouts).scores == (1.0, 0.0, None)
 
 
+def test_a_column_no_row_of_the_call_has_is_none_or_left_out(reward):
+    """What the dataset has is checked before the run; the micro-batch does not decide."""
+    assert reward("exact").score([rollout("4", 0, answer=None), rollout("6", 1, answer=None)]).scores == (None, None)
+    assert reward("starred").score([rollout("4", 0, answer="4")]).scores == (0.0,)
+
+
 @pytest.mark.parametrize("result", [np.array([1, 0.5]), torch.tensor([1, 0.5]), (np.float32(1), 0.5), [True, 0.5]])
 def test_number_likes_become_floats(result):
     assert checked_scores(result, 2) == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "returned the score nan, not a finite float32"),
+        (1e39, r"returned the score 1e\+39, not a finite float32"),
+        (-1e300, r"returned the score -1e\+300, not a finite float32"),
+        pytest.param(10**400, "returned the score inf, not a finite float32", id="10**400"),
+        pytest.param(-(10**5000), "returned the score -inf, not a finite float32", id="-10**5000"),
+        (torch.ones(2), "returned a Tensor as a score"),
+    ],
+)
+def test_a_score_is_a_finite_float32(value, message):
+    largest = float(np.finfo(np.float32).max)
+    assert checked_scores([largest, -largest], 2) == [largest, -largest]
+    with pytest.raises(ValueError, match=message):
+        checked_scores([1.0, value], 2)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +147,9 @@ def test_number_likes_become_floats(result):
     [
         ("raises", r"raised ZeroDivisionError: division by zero \(samples.py:\d+\)"),
         ("nan", "returned the score nan"),
+        ("huge", r"returned the score 1e\+300"),
+        ("leaves", r"raised SystemExit: 3 \(samples.py:\d+\)"),
+        ("leaves_async", r"raised SystemExit: 3 \(samples.py:\d+\)"),
         ("too_few", "returned 0 scores for 1 samples"),
         ("texts", "returned the text 'good' as a score"),
         ("no_list", "returned a dict, not a list of numbers"),
@@ -122,7 +158,7 @@ def test_number_likes_become_floats(result):
 )
 def test_a_failing_function_names_the_row(reward, name, message):
     """Case 18: raises → the run says which row."""
-    row = 8 if name in ("raises", "nan") else 7
+    row = 7 if name in ("too_few", "texts", "no_list", "dies") else 8
     with pytest.raises(RewardError, match=f"reward r: row {row}: {message}") as caught:
         reward(name).score([rollout("fine", 7), rollout("bad", 8)])
     assert "\n" not in str(caught.value)

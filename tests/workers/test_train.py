@@ -1,11 +1,13 @@
 import os
 from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import pytest
 import torch
 from torch import distributed as dist
 
-from conveyor.algorithms.advantages import group_advantages
+from conveyor.algorithms.advantages import group_advantages, whitening
 from conveyor.algorithms.metrics import merge
 from conveyor.config import parse_recipe
 from conveyor.types import PartialScores, Prompt, Rollout
@@ -89,9 +91,10 @@ def denominators(reports):
 
 
 def context(made, reports):
-    """The driver's part: group baselines."""
+    """The driver's part: group baselines, and the moments of the whole update."""
     if made.uses_critic:
-        return UpdateContext()
+        found = [report.moments for report in reports if report.moments is not None]
+        return UpdateContext(whiten=whitening(reduce(add, found)) if found else None)
     groups = {}
     for sample in sorted((sample for report in reports for sample in report.samples), key=lambda sample: sample.id):
         groups.setdefault(sample.id.group, []).append(sample)
