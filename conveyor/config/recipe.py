@@ -30,7 +30,7 @@ class Common(Section):
     train: sections.Train = sections.Train()
     checkpoint: sections.Checkpoint = sections.Checkpoint()
     ray: sections.Ray = sections.Ray()
-    devices: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
+    devices: dict[str, Annotated[sections.Number, Field(ge=0.01)]] | None = Field(
         None, description="device groups: name → accelerators (CPU cores where there are none); default: what is there"
     )
     telemetry: sections.Flag = Field(False, description="let Ray, vLLM and the hub send usage statistics")

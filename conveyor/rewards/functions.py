@@ -4,8 +4,9 @@
 
 `prompts` and `completions` hold one text a sample, or, where the prompt was messages, one list of
 messages (the completion is then one assistant message). Every other column of the dataset arrives
-under its name as a list, and `completion_ids` as lists of token ids. None = the reward does not
-apply to that sample; a column that a row lacks is None there too. The function may be `async`. TRL's reward functions have the same form.
+under its name as a list, and `completion_ids` as lists of token ids; a column that a row lacks is
+None there. A score of None = the reward does not apply to that sample. The function may be `async`.
+TRL's reward functions have the same form.
 
 It must judge each sample by itself: which samples share a call depends on the micro-batch.
 

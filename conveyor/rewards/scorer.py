@@ -13,9 +13,6 @@ from conveyor.rewards.process import CallFailed, CallTimeout, FunctionProcess
 if TYPE_CHECKING:  # the function's own process imports this package and should not load torch
     from conveyor.types import Rollout
 
-ISOLATION_TIMEOUTS = 2
-"""Samples called alone may time out this often before the rest of the call is given up."""
-
 
 class RewardError(UserError):
     """A reward function failed; the text names the reward and the dataset's row."""
@@ -35,8 +32,8 @@ class FunctionScores:
 class FunctionReward:
     """A reward function in its process. A sample it does not answer for is scored None.
 
-    When a call for several samples fails, each is called alone, so that only those that fail are
-    lost and the message can name the row; after 2 time-outs more the rest are given up.
+    When a call for several samples fails, each is called alone: only those that fail are lost, whichever
+    others share their micro-batch, and the message can name the row.
     """
 
     def __init__(self, reward: sections.Reward) -> None:
@@ -66,9 +63,6 @@ class FunctionReward:
         scores: list[float | None] = [None] * len(rollouts)
         timeouts = errors = 0
         for place, rollout in enumerate(rollouts):
-            if timeouts == ISOLATION_TIMEOUTS:
-                timeouts += len(rollouts) - place
-                break
             try:
                 (scores[place],) = self._call([rollout])
             except CallTimeout:

@@ -118,12 +118,11 @@ def check_devices(
     Raises:
         UserError: more is asked for than there is, or a group cannot be cut into slots.
     """
-    sizes = {group: (devices_per_worker or {}).get(group, 1) for group in devices}
-    slots = [(group, amount) for group, total in devices.items() for amount in _split(group, total, sizes[group])]
-    total = sum(amount for _, amount in slots)
+    total = sum(devices.values())
     if total > there.count + 1e-6:
         raise UserError(f"devices: asked for {_asked(devices, total, there)}, the cluster has {there}")
-    return slots
+    sizes = {group: (devices_per_worker or {}).get(group, 1) for group in devices}
+    return [(group, amount) for group, total in devices.items() for amount in _split(group, total, sizes[group])]
 
 
 @dataclass(frozen=True, slots=True)

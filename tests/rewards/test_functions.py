@@ -182,9 +182,10 @@ def test_an_endless_function_is_ended_and_counted(reward):
     assert time.monotonic() - start < 15
 
 
-def test_many_time_outs_give_up_the_rest(reward):
-    result = reward("sleeps", timeout=0.2).score([rollout("sleep", row) for row in range(5)])
-    assert (result.scores, result.timeouts) == ((None,) * 5, 5)
+def test_however_many_time_out_the_others_keep_their_score(reward):
+    texts = ["sleep", "sleep", "sleep", "fine", "sleep"]
+    result = reward("sleeps", timeout=0.2).score([rollout(text, row) for row, text in enumerate(texts)])
+    assert (result.scores, result.timeouts) == ((None, None, None, 1.0, None), 4)
 
 
 def test_time_outs_work_off_the_main_thread(reward):

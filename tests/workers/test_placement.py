@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from conveyor.config import UserError, parse_recipe, sections
-from conveyor.workers.placement import Devices, Placement, available, default_devices
+from conveyor.workers.placement import Devices, Placement, available, check_devices, default_devices
 
 
 def recipe(method: str = "ppo", **changes: Any) -> Any:
@@ -59,7 +59,7 @@ def test_fractions_above_one_are_refused() -> None:
     with pytest.raises(UserError, match=r"devices\.train: 1\.5: must be a whole number, or less than 1"):
         Placement.create({"train": 1.5}, sections.Ray())
     with pytest.raises(UserError, match=r"devices\.rollout: 3: must be a multiple of the 2 devices of one worker"):
-        Placement.create({"rollout": 3}, sections.Ray(), devices_per_worker={"rollout": 2})
+        check_devices({"rollout": 3}, Devices("GPU", 8), {"rollout": 2})
 
 
 @pytest.mark.slow
