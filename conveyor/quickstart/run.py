@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -141,7 +142,7 @@ class _Quickstart:
             text = "".join(json.dumps(row) + "\n" for row in of_file)
             (self.folder / "data" / f"{name}.jsonl").write_text(text, encoding="utf-8")
         for recipe in RECIPES.glob("*.yaml"):
-            text = recipe.read_text(encoding="utf-8").replace(WRITTEN_FOR, str(self.folder))
+            text = re.sub(rf"{WRITTEN_FOR}/(\S+)", lambda path: json.dumps(str(self.folder / path[1])), recipe.read_text(encoding="utf-8"))
             (self.folder / "recipes" / recipe.name).write_text(text, encoding="utf-8")
 
     def _train(self, name: str, model: str) -> dict[str, Any]:
@@ -203,10 +204,11 @@ def _idle(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _print(summary: Summary, console: Console) -> None:
-    quality: list[list[str | float | None]] = [
-        ["held-out accuracy (exact checker)", summary.accuracy_base, summary.accuracy_sft, summary.accuracy_ppo],
-        ["reward (reward model)", None, summary.reward_sft, summary.reward_ppo],
-        ["KL to SFT, a token", None, 0.0, summary.kl],
+    accuracies = (summary.accuracy_base, summary.accuracy_sft, summary.accuracy_ppo)
+    quality: list[list[str | None]] = [
+        ["held-out accuracy (exact checker)", *(f"{accuracy:.3f}" for accuracy in accuracies)],
+        ["reward (reward model)", None, f"{summary.reward_sft:.2f}", f"{summary.reward_ppo:.2f}"],
+        ["KL to SFT, a token", None, "0.000", f"{summary.kl:.3f}"],
     ]
     step = summary.step_seconds
     groups = [[group, f"{(1 - idle) * step:.2f} s", f"{idle:.0%}"] for group, idle in summary.idle.items()]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -83,8 +83,8 @@ def is_right(response: str, answer: str) -> bool:
 
 def slip(letters: str, rng: random.Random) -> str:
     """One small mistake: a letter left out, written twice, or swapped with its neighbour."""
-    i = rng.randrange(len(letters) - 1)
     kind = rng.choice(("left out", "twice", "swapped"))
+    i = rng.randrange(len(letters) - (kind == "swapped"))
     if kind == "left out":
         return letters[:i] + letters[i + 1 :]
     if kind == "twice":
@@ -106,7 +106,8 @@ def mistake(letters: str, rng: random.Random) -> str:
     return wrong
 
 
-def written(letters: list[str] | str) -> str:
+def written(letters: Iterable[str]) -> str:
+    """`abc` → `a b c`"""
     return " ".join(letters)
 
 

@@ -251,6 +251,8 @@ def test_an_engine_drains_before_an_install_unless_updates_are_in_flight(in_flig
     assert scheduler.version == 1
     if in_flight:
         assert first == [Admit(0, 3, 1), InstallEngine(0, 1)]
+        assert after(SampleFinished(0, SampleId(3, 0), 0)) == [], "nothing is admitted while the install runs"
+        assert after(Done(InstallEngine(0, 1))) == [Admit(0, 4, 1)]
         return
     assert first == [Admit(0, 3, 1)], "the engine holds groups of the old version"
     # A slot is free and group 4 is fresh enough, but admitting it would put the install off for ever.

@@ -82,8 +82,8 @@ def test_sampling_follows_the_models_distribution(model, tokenizer):
     ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)["input_ids"]
     with torch.no_grad():
         expected = torch.softmax(model(torch.tensor([ids])).logits[0, -1], 0)
-    responses = sample_responses(model, tokenizer, [prompt, longer] * 4000, max_response_length=1, batch_size=2000)[::2]
+    responses = sample_responses(model, tokenizer, [prompt, longer] * 1000, max_response_length=1, batch_size=500)[::2]
     letter = tokenizer.convert_tokens_to_ids("a")
     share = sum(response == "a" for response in responses) / len(responses)
-    assert share == pytest.approx(float(expected[letter]), abs=4 * (float(expected[letter]) / 4000) ** 0.5)
+    assert share == pytest.approx(float(expected[letter]), abs=4 * (float(expected[letter]) / 1000) ** 0.5)
     assert len(set(responses)) > 150

@@ -1,7 +1,8 @@
 """Whole updates against a recomputation in plain torch: one unpadded sample at a time, token by token, no code of the package.
 
 AdamW's step hardly depends on the gradient's scale, so gradient norms are compared besides weights, and the second of two
-updates makes the first one's share of the moments visible.
+updates makes the first one's share of the moments visible. Gradients are clipped to so small a norm that rounding cannot turn
+the sign of an element: next to AdamW's ε, such an element moves nothing.
 """
 
 import math
@@ -36,7 +37,7 @@ CASES = {
 def models(tmp_path_factory):
     """Weights large enough for probabilities and values that differ from token to token."""
     folder = tmp_path_factory.mktemp("models")
-    return save_tiny_policy(folder / "policy", initializer_range=0.15), save_tiny_reward_model(folder / "critic", initializer_range=0.15)
+    return save_tiny_policy(folder / "policy", initializer_range=0.1), save_tiny_reward_model(folder / "critic", initializer_range=0.1)
 
 
 @dataclass
@@ -62,7 +63,7 @@ def samples_of(policy, temperature, per_group, seed, snapshots):
         response = torch.randint(5, 264, (length,), generator=generator)
         with torch.no_grad():
             own = plain_logprobs(model, prompt, response, temperature)[0]
-        sampling, reference, old, values = (spread * torch.randn(length, generator=generator) for spread in (0.4, 0.5, 0.2, 0.6))
+        sampling, reference, old, values = (spread * torch.randn(length, generator=generator) for spread in (0.4, 0.5, 0.4, 0.6))
         finish = "length" if i == TRUNCATED else "stop"
         rollout = Rollout(prompt, i % per_group, response, own + sampling, torch.zeros(length, dtype=torch.int32), finish, "")
         score = None if EXACT[i] is None else EXACT[i] + 0.5 * (STYLE[i] or 0.0) - 0.3 * (i == TRUNCATED)
@@ -191,7 +192,7 @@ def test_case_1_two_updates_equal_plain_torch(models, case):
     made = recipe(
         policy, method, critic={"path": str(critic)}, algorithm={**ALGORITHM, **algorithm},
         rollout={"temperature": 0.7, "n_samples_per_prompt": 3 if method == "grpo" else 1},
-        train={"learning_rate": 1e-3, "critic_learning_rate": 3e-3, "weight_decay": 0.1, "max_grad_norm": 0.5},
+        train={"learning_rate": 1e-3, "critic_learning_rate": 2e-3, "weight_decay": 0.1, "max_grad_norm": 1e-3},
     )  # fmt: skip
     updates = [samples_of(policy, 0.7, made.rollout.n_samples_per_prompt, seed, snapshots="snapshots" in case) for seed in (1, 2)]
 
