@@ -2,7 +2,5 @@
 
 import os
 
-# Read when torch is loaded. OpenMP threads that spin while they wait slow each other down many times over as soon as
-# another process wants their core; and a model this small only loses by being spread over the cores of a large machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when torch is loaded. A model this small only loses by being spread over the cores of a large machine.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0)))))
