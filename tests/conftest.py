@@ -62,3 +62,19 @@ def engine(ray_session: None, tiny_policy: Path) -> Iterator[Any]:
             RolloutWorker, "rollout", 0, model=sections.Model(path=str(tiny_policy)), rollout=ENGINE_ROLLOUT,
             seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
         )  # fmt: skip
+
+
+@pytest.fixture
+def restored(engine: Any, tiny_policy: Path) -> Iterator[None]:
+    """Puts the shared engine's weights back after the test, and ends its stream."""
+    yield
+    import ray
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from conveyor.workers.weight_sync import publish
+
+    fresh = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+    report = ray.get(engine.install.remote(publish(fresh.named_parameters(), 0, "actor", verify=True)), timeout=120)
+    assert report.mismatched == ()
+    ray.get(engine.renew.remote(), timeout=120)

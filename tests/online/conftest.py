@@ -95,7 +95,7 @@ def make_recipe(tiny_policy: Path, tiny_reward_model: Path, prompts_file: Path, 
 
 
 @pytest.fixture
-def run(engine: Any, ray_session: Any) -> Callable[[OnlineRecipe], Finished]:
+def run(engine: Any, restored: None) -> Callable[[OnlineRecipe], Finished]:
     """Runs a recipe with the session's engine; it starts from whatever weights the last run left there."""
 
     def go(recipe: OnlineRecipe) -> Finished:

@@ -79,9 +79,11 @@ def second_engine(engine: Any, tied_policy: Path) -> Iterator[Any]:
         )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def streams(engine: Any, second_engine: Any) -> tuple[Any, Any]:
     """One reader each: a stream is one queue."""
+    call(engine.renew.remote())
+    call(second_engine.renew.remote())
     return engine.stream.remote(), second_engine.stream.remote()
 
 
@@ -102,14 +104,6 @@ def published(model: torch.nn.Module, version: int) -> Publication:
     publication = publish(model.named_parameters(), version, "actor", verify=True)
     assert publication is not None
     return publication
-
-
-@pytest.fixture
-def restored(engine: Any, tiny_policy: Path) -> Iterator[None]:
-    """Puts the shared engine's weights back."""
-    yield
-    fresh = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
-    assert call(engine.install.remote(published(fresh, 0))).mismatched == ()
 
 
 @pytest.mark.slow
