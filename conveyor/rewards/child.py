@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from conveyor.config import UserError
-from conveyor.rewards.functions import accepted, checked_scores, load_function, where_raised
+from conveyor.rewards.functions import WrongCount, accepted, checked_scores, load_function, where_raised
 
 
 def serve(pipe: Connection, function: Callable[..., Any]) -> None:
@@ -38,6 +38,8 @@ def _answer(function: Callable[..., Any], arguments: dict[str, Any], loop: async
         return "failed", f"raised {where_raised(error)}"
     try:
         return "scores", checked_scores(result, len(arguments["prompts"]))
+    except WrongCount as error:
+        return "miscounted", str(error)
     except ValueError as error:
         return "failed", str(error)
 

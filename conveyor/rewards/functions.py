@@ -84,10 +84,15 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
     return {name: value for name, value in arguments.items() if name in named}
 
 
+class WrongCount(ValueError):
+    """Not one score a sample, so no score can be told to be any sample's."""
+
+
 def checked_scores(result: Any, count: int) -> list[float | None]:
     """What a function returned, as floats.
 
     Raises:
+        WrongCount: not as many as there are samples.
         ValueError: not a list of `count` numbers, finite in float32, or None.
     """
     if hasattr(result, "tolist"):  # an array or a tensor
@@ -95,7 +100,7 @@ def checked_scores(result: Any, count: int) -> list[float | None]:
     if not isinstance(result, list | tuple):
         raise ValueError(f"returned a {type(result).__name__}, not a list of numbers")
     if len(result) != count:
-        raise ValueError(f"returned {len(result)} scores for {count} samples")
+        raise WrongCount(f"returned {len(result)} scores for {count} samples")
     return [_score(value) for value in result]
 
 

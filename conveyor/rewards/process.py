@@ -33,6 +33,10 @@ class CallFailed(Exception):
     """The function raised, returned no valid scores, or took its process down."""
 
 
+class CallMiscounted(Exception):
+    """The function did not return one score a sample."""
+
+
 class FunctionProcess:
     """One child process, started at the first call and again after a time-out.
 
@@ -73,12 +77,15 @@ class FunctionProcess:
         Raises:
             CallTimeout: no answer in time. The next call starts a new process.
             CallFailed: says in one line what the function did.
+            CallMiscounted: says how many scores it returned.
         """
         self.start()
         assert self._pipe is not None
         with suppress(BrokenPipeError):  # a child that has died since the last call; _receive says so
             self._pipe.send(arguments)
         kind, answer = self._receive(timeout)
+        if kind == "miscounted":
+            raise CallMiscounted(answer)
         if kind == "failed":
             raise CallFailed(answer)
         return answer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from conveyor.config import UserError, sections
 from conveyor.rewards.functions import GIVEN
-from conveyor.rewards.process import CallFailed, CallTimeout, FunctionProcess
+from conveyor.rewards.process import CallFailed, CallMiscounted, CallTimeout, FunctionProcess
 
 if TYPE_CHECKING:  # the function's own process imports this package and should not load torch
     from conveyor.types import Rollout
@@ -53,8 +53,15 @@ class FunctionReward:
 
         Raises:
             RewardError: the function raised or returned something else than finite numbers and
-                None, and the recipe's `on_error` is `stop`.
+                None, and the recipe's `on_error` is `stop`; or not one score a sample, whatever the recipe says.
         """
+        try:
+            return self._score(rollouts)
+        except CallMiscounted as error:
+            # Calling its samples one by one would hide it: a function that ignores its input gets one right.
+            raise RewardError(f"reward {self._reward.name}: {error}") from None
+
+    def _score(self, rollouts: Sequence[Rollout]) -> FunctionScores:
         if len(rollouts) > 1:
             try:
                 return FunctionScores(tuple(self._call(rollouts)), 0, 0)
@@ -69,7 +76,7 @@ class FunctionReward:
                 timeouts += 1
             except CallFailed as error:
                 if self._reward.on_error == "stop":
-                    raise RewardError(f"reward {self._reward.name}: row {rollout.prompt.row}: {error}") from None
+                    raise RewardError(f"reward {self._reward.name}: row {rollout.prompt.row + 1} of the data: {error}") from None
                 errors += 1
         return FunctionScores(tuple(scores), timeouts, errors)
 

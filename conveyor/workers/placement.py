@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,8 @@ import torch
 from conveyor import USAGE_STATISTICS
 from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, sections
 
+REACH_SECONDS = 5
+"""For a first connection to a cluster."""
 MAX_DEFAULT_CORES = 4
 """Cores taken on a machine without GPUs when the recipe names no devices: each is a process with
 a model of its own, so all of a large server would be far more than small models can use."""
@@ -52,17 +55,31 @@ def connect(ray_section: sections.Ray, telemetry: bool = False) -> bool:
     quiet: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR")
     address = ray_section.address or os.environ.get("RAY_ADDRESS")
     if address:
+        key = "ray.address" if ray_section.address else "RAY_ADDRESS"
+        _check_reachable(key, address)
         try:
             ray.init(address=address, **quiet)
-        except (ConnectionError, TimeoutError, ValueError) as error:
-            key = "ray.address" if ray_section.address else "RAY_ADDRESS"
-            raise UserError(f"{key}: no Ray cluster at {address} ({str(error).splitlines()[0]})") from None
+        except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+            # Ray sends its token to no address named by hand unless told to, so neither do we.
+            hint = "if it uses token authentication, set RAY_AUTH_MODE=token and give this machine its token"
+            raise UserError(f"{key}: could not join a Ray cluster at {address} ({str(error).splitlines()[0]}); {hint}") from None
         return False
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     gib = ray_section.object_store_gib or (None if gpus else 0.5)
     store = None if gib is None else int(gib * 2**30)
     ray.init(address="local", num_cpus=cores, num_gpus=gpus, include_dashboard=False, object_store_memory=store, **quiet)
     return True
+
+
+def _check_reachable(key: str, address: str) -> None:
+    """Ray retries an address where nothing listens for minutes; a connection tells in seconds."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # a name such as `auto`, which Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{key}: nothing answers at {address} ({error})") from None
 
 
 def set_environment(telemetry: bool) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
-from conveyor.config import OnlineRecipe
+from conveyor.config import OnlineRecipe, RunError
 from conveyor.workers.placement import Placement
 from conveyor.workers.rollout import RolloutWorker
 from conveyor.workers.score import ScoreWorker
@@ -37,10 +38,19 @@ class Workers:
 
 async def _all_ready(named: list[tuple[str, Any]], on_ready: Callable[[str], None]) -> None:
     async def one(name: str, worker: Any) -> None:
-        await worker.ready.remote()
+        try:
+            await worker.ready.remote()
+        except RayActorError as error:
+            raise RunError(f"{name} died while it started, killed or out of memory: {_last_line(error)}") from error
         on_ready(name)
 
     await asyncio.gather(*(one(name, worker) for name, worker in named))
+
+
+def _last_line(error: Exception) -> str:
+    """What a constructor raised stands last in Ray's report."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def start_workers(

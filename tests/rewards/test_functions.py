@@ -150,7 +150,6 @@ def test_a_score_is_a_finite_float32(value, message):
         ("huge", r"returned the score 1e\+300"),
         ("leaves", r"raised SystemExit: 3 \(samples.py:\d+\)"),
         ("leaves_async", r"raised SystemExit: 3 \(samples.py:\d+\)"),
-        ("too_few", "returned 0 scores for 1 samples"),
         ("texts", "returned the text 'good' as a score"),
         ("no_list", "returned a dict, not a list of numbers"),
         ("dies", "its process ended with status 7"),
@@ -158,11 +157,18 @@ def test_a_score_is_a_finite_float32(value, message):
 )
 def test_a_failing_function_names_the_row(reward, name, message):
     """Case 18: raises → the run says which row."""
-    row = 7 if name in ("too_few", "texts", "no_list", "dies") else 8
-    with pytest.raises(RewardError, match=f"reward r: row {row}: {message}") as caught:
+    row = 8 if name in ("texts", "no_list", "dies") else 9  # counted from 1, as lines are
+    with pytest.raises(RewardError, match=f"reward r: row {row} of the data: {message}") as caught:
         reward(name).score([rollout("fine", 7), rollout("bad", 8)])
     assert "\n" not in str(caught.value)
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), UserError)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize(("name", "returned"), [("too_few", 1), ("always_one", 1), ("one_more", 3)])
+def test_a_wrong_number_of_scores_is_not_hidden_by_calling_samples_alone(reward, name, returned, on_error):
+    with pytest.raises(RewardError, match=f"reward r: returned {returned} scores for 2 samples"):
+        reward(name, on_error=on_error).score([rollout("a", 1), rollout("b", 2)])
 
 
 def test_skip_loses_only_the_samples_that_fail(reward):

@@ -1,11 +1,12 @@
 import os
+import socket
 import time
 from typing import Any
 
 import pytest
 
 from conveyor.config import UserError, parse_recipe, sections
-from conveyor.workers.placement import Devices, Placement, available, check_devices, default_devices
+from conveyor.workers.placement import Devices, Placement, available, check_devices, connect, default_devices
 
 
 def recipe(method: str = "ppo", **changes: Any) -> Any:
@@ -60,6 +61,17 @@ def test_fractions_above_one_are_refused() -> None:
         Placement.create({"train": 1.5}, sections.Ray())
     with pytest.raises(UserError, match=r"devices\.rollout: 3: must be a multiple of the 2 devices of one worker"):
         check_devices({"rollout": 3}, Devices("GPU", 8), {"rollout": 2})
+
+
+def test_an_address_where_nothing_listens_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=rf"ray\.address: nothing answers at {address}"):
+        connect(sections.Ray(address=address))
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.slow
