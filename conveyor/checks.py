@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.utils import is_flash_attn_2_available
 
 from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.data.prompts import PromptOrder, load_prompts
@@ -32,6 +33,7 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
         for reward in recipe.rewards
         if reward.function is not None and (key := f"rewards.{reward.name}.function")
     }
+    _check_attention(recipe)
     _check_lengths(recipe)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     tokenizer = load_tokenizer(recipe.model)
@@ -72,6 +74,13 @@ def _check_lengths(recipe: OnlineRecipe) -> None:
                 f"rollout.max_response_length: {recipe.rollout.max_response_length}, with data.max_prompt_length "
                 f"{recipe.data.max_prompt_length}, is more than the {limit} tokens that {model.path} takes"
             )
+
+
+def _check_attention(recipe: OnlineRecipe) -> None:
+    sections_ = {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}
+    for key, model in sections_.items():
+        if model is not None and model.attention == "flash_attention_2" and not is_flash_attn_2_available():
+            raise UserError(f"{key}.attention: flash_attention_2 needs the package flash-attn and a GPU; use sdpa")
 
 
 def planned_devices(recipe: OnlineRecipe) -> dict[str, float]:

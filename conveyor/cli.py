@@ -13,6 +13,8 @@ from conveyor.config import OfflineRecipe, OnlineRecipe, RunError, UserError, lo
 # Read when torch is loaded. OpenMP threads that spin while they wait slow each other down many times over as soon as
 # another process wants their core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A hub that cannot be reached is one line of ours, not twenty about tries.
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", nargs="?", help="YAML file")
     train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(run=_train)
-    check = commands.add_parser("check", help="check a recipe, its files, rows and devices without training")
+    check = commands.add_parser(
+        "check",
+        help="check a recipe, its files, rows and devices without training",
+        usage="conveyor check RECIPE.yaml [--dotted.key value ...]",
+    )
     check.add_argument("recipe", help="YAML file")
     check.set_defaults(run=_check)
     return parser
@@ -119,6 +125,8 @@ def _overrides(rest: list[str], allowed: bool = True) -> dict[str, str]:
         if not allowed or not word.startswith("--"):
             raise UserError(f"{word}: unknown argument")
         key, equals, value = word[2:].partition("=")
+        if not key:
+            raise UserError(f"{word}: names no key")
         if not equals:
             following = next(words, None)
             if following is None:

@@ -5,6 +5,7 @@ config.yaml  metrics.jsonl  events.jsonl  samples.jsonl  checkpoints/step_N/  mo
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -30,7 +31,13 @@ MADE_BY_A_RUN = (
     "checkpoints",
     "model",
     "critic",
+    "rewards.log",
 )
+HOLDS_RESULTS = ("samples.jsonl", "metrics.jsonl", "trace.json", "report.html", "model", "critic")
+"""Names of `MADE_BY_A_RUN` that are kept from being replaced; a run that ended before its first step has none of them filled."""
+
+_CLAIMED: dict[tuple[int, int], int] = {}
+"""Folders (device, inode) that this process holds, and the open descriptor that holds each."""
 
 
 class RunFolder:
@@ -47,6 +54,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.critic = self.path / "critic"
+        self.rewards_log = self.path / "rewards.log"
 
     @classmethod
     def check(cls, recipe: OnlineRecipe | OfflineRecipe) -> RunFolder:
@@ -58,9 +66,11 @@ class RunFolder:
         """
         folder = cls(recipe.output_dir)
         _check_writable(folder.path, recipe.output_dir)
-        made = [name for name in MADE_BY_A_RUN if (folder.path / name).exists()]
+        made = [name for name in HOLDS_RESULTS if _filled(folder.path / name)]
+        if folder.newest_checkpoint() is not None:
+            made.append("checkpoints")
         if made and not (recipe.overwrite or recipe.checkpoint.resume):
-            holds = "already holds a run" if "config.yaml" in made or "metrics.jsonl" in made else f"already holds {made[0]}"
+            holds = "already holds a run" if folder.config.exists() or "metrics.jsonl" in made else f"already holds {made[0]}"
             raise UserError(f"output_dir: {folder.path} {holds}; set checkpoint.resume or overwrite, or name another folder")
         for key, source in _inputs(recipe.model_dump(mode="json")):
             if any(Path(source).resolve().is_relative_to((folder.path / name).resolve()) for name in MADE_BY_A_RUN):
@@ -71,9 +81,14 @@ class RunFolder:
 
     @classmethod
     def open(cls, recipe: OnlineRecipe | OfflineRecipe) -> RunFolder:
-        """`check`, then make the folder ready: emptied of an older run unless resumed, resolved recipe written."""
+        """`check`, then make the folder ready: emptied of an older run unless resumed, resolved recipe written.
+
+        Raises:
+            UserError: as `check`, or another run is writing to the folder.
+        """
         folder = cls.check(recipe)
         folder.path.mkdir(parents=True, exist_ok=True)
+        folder._claim()
         if not recipe.checkpoint.resume:
             for name in MADE_BY_A_RUN:
                 _remove(folder.path / name)
@@ -82,6 +97,23 @@ class RunFolder:
         text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         folder.config.write_text(text, encoding="utf-8")
         return folder
+
+    def _claim(self) -> None:
+        """Keep other processes out until this one ends; a lock on the folder itself, so that no file is left."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        status = os.fstat(descriptor)
+        place = (status.st_dev, status.st_ino)
+        if place in _CLAIMED:
+            os.close(descriptor)
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(f"output_dir: another run is writing to {self.path}") from None
+        except OSError:  # a file system without locks
+            pass
+        _CLAIMED[place] = descriptor
 
     def newest_checkpoint(self) -> tuple[int, Path] | None:
         """(steps done, folder) of the newest complete checkpoint."""
@@ -96,9 +128,9 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step` steps: a resumed run does it again."""
-        for path, kept in ((self.metrics, step), (self.samples, step), (self.events, step - 1)):
+        for path in (self.metrics, self.samples, self.events):
             if path.exists():
-                lines = [line for line in path.read_bytes().split(b"\n") if _step(line, kept + 1) <= kept]
+                lines = [line for line in path.read_bytes().split(b"\n") if _step(line, step + 1) <= step]
                 aside = path.with_name(f".{path.name}.partial")
                 aside.write_bytes(b"".join(line + b"\n" for line in lines))
                 os.replace(aside, path)
@@ -186,6 +218,11 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return flat
+
+
+def _filled(path: Path) -> bool:
+    """Whether a file has content, or a folder entries."""
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
 def _remove(path: Path) -> None:

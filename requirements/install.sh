@@ -15,7 +15,9 @@ pip=("$venv/bin/python" -m pip -qq)
 
 stage "installing $(cat "${@}" | grep -c '==') pinned packages, about 3 minutes"
 # Without dependency resolution: the locks are complete, and leave out on purpose what some packages ask for (see cpu.txt).
-"${pip[@]}" install --no-deps "${locks[@]}"
+# Of pip's many lines every 25th package is shown.
+"$venv/bin/python" -m pip install --progress-bar off --no-deps "${locks[@]}" \
+  | awk '/^Collecting/ && ++n % 25 == 0 { print "[setup] " n " packages downloaded"; fflush() } /^Installing collected/ { print "[setup] unpacking them"; fflush() }'
 
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
   stage "this torch is built for CUDA and needs its libraries to be imported: installing them"

@@ -1,6 +1,8 @@
 """A run's folder: never two runs in one, never half a checkpoint or model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,9 +37,30 @@ def test_a_folder_that_is_not_the_runs_own_is_refused(output_dir: str) -> None:
 
 def test_what_is_no_run_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "mine").touch()
     with pytest.raises(UserError, match="already holds model"):
         RunFolder.open(recipe(tmp_path / "run"))
-    assert (tmp_path / "run" / "model").is_dir()
+    assert (tmp_path / "run" / "model" / "mine").is_file()
+
+
+def test_a_run_that_ended_before_its_first_step_is_in_nobodys_way(tmp_path: Path) -> None:
+    folder = RunFolder.open(recipe(tmp_path / "run"))
+    for file in (folder.metrics, folder.samples):
+        file.touch()
+    folder.events.write_text('{"step": 1}\n')
+    RunFolder.open(recipe(tmp_path / "run"))
+    assert not folder.events.exists()
+
+
+def test_two_runs_never_write_to_one_folder(tmp_path: Path) -> None:
+    code = "import sys; from tests.test_run_folder import *; RunFolder.open(recipe(Path(sys.argv[1]))); print('mine', flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "mine\n"
+        with pytest.raises(UserError, match="another run is writing"):
+            RunFolder.open(recipe(tmp_path / "run", overwrite=True))
+        other.communicate("\n")
+    RunFolder.open(recipe(tmp_path / "run", overwrite=True))
 
 
 def test_an_input_where_the_run_writes_is_refused(tmp_path: Path) -> None:
@@ -88,9 +111,9 @@ def test_a_failed_write_leaves_the_older_folder(tmp_path: Path) -> None:
 def test_rewind_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "rew')
-    folder.events.write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2)))
+    folder.events.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
     folder.samples.write_bytes('{"step": 1, "response": "a\u2028b\x85"}\n{"step": 2, "response": "ü'.encode()[:-1])
     folder.rewind(2)
     assert json.loads(folder.samples.read_text())["response"] == "a\u2028b\x85"
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
-    assert [json.loads(line)["step"] for line in folder.events.read_text().splitlines()] == [0, 1]
+    assert [json.loads(line)["step"] for line in folder.events.read_text().splitlines()] == [1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +61,33 @@ def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> OnlineRecipe | 
     try:
         return RECIPE.validate_python(_merge(METHOD_DEFAULTS.get(method, {}), raw))
     except ValidationError as error:
-        raise UserError(f"{source}: {_one_line(error)}") from None
+        raise UserError(f"{source}: {_one_line(error, method)}") from None
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, method: str) -> str:
     first, more = error.errors()[0], error.error_count() - 1
     # The first place is the union's tag (the method), which users never wrote.
     key = ".".join(str(part) for part in first["loc"][1:])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = "unknown key"
+        message = "unknown key" + _nearest(key, method)
     elif first["type"] == "missing":
         message = "missing"
     elif first["type"] != "value_error":
         message = f"{message} (got {first['input']!r})"
     return (f"{key}: " if key else "") + message + (f" (and {more} more)" if more else "")
+
+
+def _nearest(key: str, method: str) -> str:
+    """`; do you mean train.steps?`, where a known key is spelt much like it, or has its name in another section."""
+    from conveyor.config.describe import keys
+
+    given, names = re.sub(r"\.\d+(?=\.)", ".0", key), [known.name for known in keys(method)]
+    known = [*names, *dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)]
+    last = given.rpartition(".")[2]
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.8) or elsewhere[:1] or difflib.get_close_matches(given, known, n=1)
+    return f"; do you mean {close[0]}?" if close else ""
 
 
 def _set(raw: dict[str, Any], dotted: str, text: str) -> None:
@@ -83,13 +97,15 @@ def _set(raw: dict[str, Any], dotted: str, text: str) -> None:
         if isinstance(place, list) and name.isdigit() and int(name) < len(place):
             place = place[int(name)]
             continue
+        if isinstance(place, list):
+            raise UserError(f"--{dotted}: {'.'.join(parents[:depth])} has {len(place)} entries, from 0 to {len(place) - 1}")
         if not isinstance(place, dict):
             raise UserError(f"--{dotted}: {'.'.join(parents[:depth])} is not a section")
         if place.get(name) is None:
             place[name] = {}
         place = place[name]
     try:
-        value = yaml.safe_load(text)
+        value = yaml.safe_load(text) if text.strip() else text
     except yaml.YAMLError:
         value = text
     if isinstance(place, list) and last.isdigit() and int(last) < len(place):

@@ -170,7 +170,7 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
     if recipe.devices is not None:
         for role in recipe.placed_roles:
             if recipe.role_group(role) not in recipe.devices:
-                found.append(("devices", f"role {role} needs the group {recipe.role_group(role)}; devices has {', '.join(recipe.devices)}"))
+                found.append(("devices", _unplaced(recipe, role)))
         used = {recipe.role_group(role) for role in recipe.placed_roles}
         found += [(f"devices.{group}", "no role is placed on this group") for group in recipe.devices if group not in used]
     if recipe.data.eval_path is not None:
@@ -178,6 +178,15 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
     if pipeline.micro_batch_size > recipe.samples_per_update:
         found.append(("pipeline.micro_batch_size", f"larger than an update ({recipe.samples_per_update} samples)"))
     return found
+
+
+def _unplaced(recipe: OnlineRecipe, role: str) -> str:
+    """No group for a role, and the setting that would give it one."""
+    assert recipe.devices is not None
+    groups = list(recipe.devices)
+    key = "score" if role in (*recipe.score_roles, *recipe.snapshot_roles) and role not in recipe.roles else role
+    group = "train" if "train" in groups else groups[-1] if groups else "GROUP"
+    return f"role {role} is on {recipe.role_group(role)}, which devices has not ({', '.join(groups)}); place it: roles: {{{key}: {group}}}"
 
 
 Recipe = Annotated[OnlineRecipe | OfflineRecipe, Field(discriminator="method")]

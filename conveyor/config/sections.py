@@ -60,8 +60,10 @@ class Rollout(Section):
     n_samples_per_prompt: PositiveInt = Field(1, description="samples of one prompt: the size of a group")
     max_response_length: PositiveInt = Field(256, description="longest response in tokens")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; log-probs use it too")
-    top_p: Number = Field(1.0, gt=0, le=1, description="nucleus; training needs 1.0 (see docs)")
-    top_k: Whole = Field(-1, ge=-1, description="-1: off; training needs -1 (see docs)")
+    top_p: Number = Field(
+        1.0, gt=0, le=1, description="nucleus; training needs 1.0: the trainer computes log-probs of the whole distribution"
+    )
+    top_k: Whole = Field(-1, ge=-1, description="-1: off; training needs -1: the trainer computes log-probs of the whole distribution")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="strings that end a response beside EOS")
     max_concurrent_requests: PositiveInt = Field(64, description="samples in one engine at a time")
     tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine")

@@ -187,12 +187,17 @@ def _object(place: str, number: int, content: str) -> Row | RowError:
     try:
         value = json.loads(content)
     except ValueError as error:
-        return RowError(place, f"not valid JSON: {error}")
+        return RowError(place, f"not valid JSON: {_json_error(error)}")
     except RecursionError:
         return RowError(place, TOO_DEEP)
     if not isinstance(value, dict):
         return RowError(place, f"a row is a JSON object, this is a {type(value).__name__}")
     return Row(place, number, value)
+
+
+def _json_error(error: ValueError) -> str:
+    """Where in the line; the line itself is known."""
+    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _rows_of_json(path: Path, text: str) -> Iterator[Row | RowError]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conveyor.algorithms.advantages import kl_penalty, place_rewards
 from conveyor.algorithms.losses import kl_estimate
-from conveyor.config import sections
+from conveyor.config import RunError, sections
 from conveyor.models.joining import join
 from conveyor.types import PartialScores, Rollout, Scored, TrainBatch
 from conveyor.workers.reports import SampleReport
@@ -38,7 +38,10 @@ def sample_score(sample: Scored, weights: Mapping[str, float], missing_eos_penal
     known = [weights[name] * reward for name, reward in sample.rewards.items() if reward is not None]
     if not known:
         return None
-    return sum(known) - (missing_eos_penalty if sample.rollout.truncated else 0.0)
+    total = sum(known) - (missing_eos_penalty if sample.rollout.truncated else 0.0)
+    if abs(total) > torch.finfo(torch.float32).max:
+        raise RunError(f"row {sample.rollout.prompt.row + 1} of the data: the weighted sum of its rewards, {total:.3g}, is beyond float32")
+    return total
 
 
 def sampling_logprobs(sample: Scored) -> Tensor:

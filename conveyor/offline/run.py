@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -16,6 +17,8 @@ from conveyor.offline.reward_model import RewardModelTask
 from conveyor.offline.sft import SupervisedTask
 from conveyor.report.progress import MetricsLog, RunProgress, read_metrics
 from conveyor.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 TASKS: dict[str, type[SupervisedTask] | type[RewardModelTask]] = {"sft": SupervisedTask, "reward_model": RewardModelTask}
 
@@ -52,6 +55,8 @@ def run_offline(recipe: OfflineRecipe) -> MetricsRow:
         placement = stack.enter_context(Placement.create({"train": ranks}, recipe.ray, telemetry=recipe.telemetry)) if ranks > 1 else None
         folder = RunFolder.open(recipe)
         newest = folder.newest_checkpoint() if recipe.checkpoint.resume else None
+        if recipe.checkpoint.resume and newest is None:
+            log.warning("checkpoint.resume: %s has no checkpoint; starting from the beginning", folder.checkpoints)
         start = newest[0] if newest else 0
         rows = fit_on(placement, recipe, task, tokenizer, start) if placement else fit_here(recipe, task, tokenizer, start)
         return _record(recipe, folder, rows, updates, start)

@@ -6,13 +6,14 @@ check ─▶ place ─▶ start workers ─▶ run the schedule ─▶ save the 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
 from conveyor.checks import check_online, devices_per_worker, planned_devices
-from conveyor.config import OnlineRecipe, UserError
+from conveyor.config import OnlineRecipe, RunError, UserError
 from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.recorder import Recorder
@@ -25,6 +26,8 @@ from conveyor.report.timeline import write_trace
 from conveyor.run_folder import RunFolder
 from conveyor.workers.placement import Placement
 from conveyor.workers.start import Workers, start_workers
+
+log = logging.getLogger(__name__)
 
 
 def run_online(recipe: OnlineRecipe) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def run_online(recipe: OnlineRecipe) -> dict[str, Any]:
             return run_placed(recipe, order, placement)
         except RayTaskError as error:
             # The worker's own exception says it all; Ray's wraps it in a page of trace.
-            raise (error.cause if isinstance(error.cause, UserError) else error) from None
+            raise (error.cause if isinstance(error.cause, UserError | RunError) else error) from None
 
 
 def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, engines: list[Any] | None = None) -> dict[str, Any]:
@@ -52,6 +55,8 @@ def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, e
     """
     folder = RunFolder.open(recipe)
     checkpoint = folder.newest_checkpoint() if recipe.checkpoint.resume else None
+    if recipe.checkpoint.resume and checkpoint is None:
+        log.warning("checkpoint.resume: %s has no checkpoint; starting from the beginning", folder.checkpoints)
     folder.rewind(checkpoint[0] if checkpoint else 0)
     step_groups = [len(order[step]) for step in range(len(order))]
     slots = {group: placement.slots(group) for group in placement.devices}

@@ -83,7 +83,7 @@ class Recorder:
 
     def _event(self, worker: _Worker, role: str, task: str, span: Span, *, step: int, version: int, micro_batch: int | None = None) -> None:
         start, end = span.start - self._zero, span.end - self._zero
-        event = Event(worker.group, worker.name, role, task, step, micro_batch, version, start, end, worker.device)
+        event = Event(worker.group, worker.name, role, task, step + 1, micro_batch, version, start, end, worker.device)
         self._recent.append(event)
         self._last_of_device[worker.device] = event
         self._events.append(event)

@@ -89,7 +89,9 @@ def quickstart(output_dir: str = WRITTEN_FOR, seed: int = 0) -> int:
         summary = _Quickstart(folder, console, seed).run(memory)
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
     _print(summary, console)
-    console.print(f"Models, data, recipes and the PPO run's report: {folder}", soft_wrap=True, highlight=False)
+    console.print(
+        f"Models, data and recipes: {folder}; the PPO run's report: {folder}/training/ppo/report.html", soft_wrap=True, highlight=False
+    )
     if summary.gain >= ENOUGH:
         return 0
     console.print(f"PPO raised held-out accuracy by {summary.gain:.2f}, less than {ENOUGH:.2f}: something is wrong.", highlight=False)
@@ -165,7 +167,7 @@ class _Quickstart:
             max_response_length=MAX_RESPONSE_LENGTH, seed=self.seed,
         )  # fmt: skip
         accuracy = sum(task.is_right(response, row["answer"]) for response, row in zip(responses, rows, strict=True)) / len(rows)
-        self._say(f"held-out accuracy {accuracy:.3f}, e.g. {rows[0]['prompt']}  →  {responses[0]!r}")
+        self._say(f"held-out accuracy {accuracy:.3f}, e.g. {rows[0]['prompt']}  →  {_shown(responses[0])}")
         return accuracy
 
     def _clock(self, part: str) -> None:
@@ -193,6 +195,11 @@ def _claim(folder: Path) -> None:
         shutil.rmtree(made) if made.is_dir() else made.unlink(missing_ok=True)
 
 
+def _shown(response: str) -> str:
+    """A model that has learnt nothing yet makes tokens that are not even text."""
+    return "(noise)" if "\ufffd" in response or not response.isprintable() else response
+
+
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
     return float(sum(row[name] for row in rows) / len(rows))
 
@@ -207,14 +214,14 @@ def _print(summary: Summary, console: Console) -> None:
     accuracies = (summary.accuracy_base, summary.accuracy_sft, summary.accuracy_ppo)
     quality: list[list[str | None]] = [
         ["held-out accuracy (exact checker)", *(f"{accuracy:.3f}" for accuracy in accuracies)],
-        ["reward (reward model)", None, f"{summary.reward_sft:.2f}", f"{summary.reward_ppo:.2f}"],
-        ["KL to SFT, a token", None, "0.000", f"{summary.kl:.3f}"],
+        ["reward in training (reward model)", None, f"{summary.reward_sft:.2f}", f"{summary.reward_ppo:.2f}"],
+        ["KL to SFT in training, a token", None, "0.000", f"{summary.kl:.3f}"],
     ]
     step = summary.step_seconds
     groups = [[group, f"{(1 - idle) * step:.2f} s", f"{idle:.0%}"] for group, idle in summary.idle.items()]
     console.print()
     console.print(table("What it learnt", ["", "untrained", "after SFT", "after PPO"], quality))
-    console.print(table(f"A PPO step: {step:.2f} s", ["device group", "busy", "idle"], groups))
+    console.print(table(f"A PPO step: {step:.2f} s", ["device group", "working", "waiting (idle)"], groups))
     console.print(f"{summary.seconds:.0f} s in all, peak memory {summary.peak_memory_gib:.1f} GiB", highlight=False)
 
 

@@ -28,6 +28,7 @@ class Event:
     task: str
     """rollout, score, prepare, train, update, publish, install, checkpoint, …"""
     step: int
+    """From 1, as in metrics.jsonl."""
     micro_batch: int | None
     """Number within the step; None where the task is not about one."""
     version: int | None

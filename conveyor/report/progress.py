@@ -108,7 +108,8 @@ class RunProgress:
         self._progress.stop()
         seconds = time.monotonic() - self._began
         end = f"{self._method}: {self._done} of {self._total} steps in {seconds:.0f} s"
-        self._say(f"{end}, stopped by {kind.__name__}" if kind else " · ".join(filter(None, [end, self._last])))
+        stopped = f"{end}, interrupted" if kind is KeyboardInterrupt else f"{end}, ended by an error"
+        self._say(stopped if kind else " · ".join(filter(None, [end, self._last])))
 
     def _say(self, line: str) -> None:
         if not self._console.is_terminal:

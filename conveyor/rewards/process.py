@@ -14,9 +14,10 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from conveyor.config import UserError
@@ -43,8 +44,9 @@ class FunctionProcess:
     One call at a time; any thread may make it.
     """
 
-    def __init__(self, named: str, key: str) -> None:
-        self._named, self._key = named, key
+    def __init__(self, named: str, key: str, log: Path | None = None) -> None:
+        """log: a file to which goes what the function prints; default: where this process prints."""
+        self._named, self._key, self._log = named, key, log
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
@@ -58,10 +60,11 @@ class FunctionProcess:
             return
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", "conveyor.rewards.child", str(theirs.fileno()), self._named, self._key]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment, start_new_session=True
-        )  # fmt: skip
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONUNBUFFERED": "1"}
+        with self._open_log() as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(theirs.fileno(),), env=environment, start_new_session=True
+            )  # fmt: skip
         theirs.close()
         try:
             kind, text = self._receive(START_TIMEOUT)
@@ -70,6 +73,12 @@ class FunctionProcess:
         if kind != "ready":
             self.close()
             raise UserError(text)
+
+    def _open_log(self) -> AbstractContextManager[Any]:
+        if self._log is None:
+            return nullcontext()
+        self._log.parent.mkdir(parents=True, exist_ok=True)  # on another machine the folder may not be there
+        return self._log.open("ab")
 
     def call(self, arguments: dict[str, Any], timeout: float) -> list[float | None]:
         """Scores of the samples in `arguments` (see `functions`), within `timeout` seconds.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conveyor.config import UserError, sections
@@ -36,10 +37,11 @@ class FunctionReward:
     others share their micro-batch, and the message can name the row.
     """
 
-    def __init__(self, reward: sections.Reward) -> None:
+    def __init__(self, reward: sections.Reward, log: Path | None = None) -> None:
+        """log: file for what the function prints."""
         assert reward.function is not None
         self._reward = reward
-        self._process = FunctionProcess(reward.function, f"rewards.{reward.name}.function")
+        self._process = FunctionProcess(reward.function, f"rewards.{reward.name}.function", log)
 
     def start(self) -> None:
         """Import the function in its process; raises UserError where that fails."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from conveyor.config import sections
+from conveyor.config import UserError, sections
 from conveyor.types import FinishReason, Prompt, Rollout
 from conveyor.workers.reports import InstallReport, Publication, SampleDone, Span, WorkerInfo
 from conveyor.workers.weight_sync import checked, read
@@ -201,8 +201,12 @@ class RolloutWorker:
             self._ended = True
             while not self._commands.empty():
                 self._waiting.append(self._commands.get()[1])
-        error = RolloutError("the engine is closed" if self._failure is None else f"the rollout engine failed: {self._failure!r}")
+        error: Exception = RolloutError(
+            "the engine is closed" if self._failure is None else f"the rollout engine failed: {self._failure!r}"
+        )
         error.__cause__ = self._failure
+        if isinstance(self._failure, UserError):  # one line for the user, who can do something about it
+            error = self._failure
         for future in (self._ready, *self._waiting):
             if not future.done():
                 future.set_exception(error)
@@ -320,6 +324,9 @@ def _start_engine(model: sections.Model, rollout: sections.Rollout, max_model_le
     from vllm import EngineArgs, LLMEngine
     from vllm.platforms import current_platform
 
+    unknown = sorted(set(rollout.engine_args) - {field.name for field in fields(EngineArgs)})
+    if unknown:
+        raise UserError(f"rollout.engine_args.{unknown[0]}: vLLM's EngineArgs knows no such argument")
     tokenizer = model.tokenizer or model.path
     arguments: dict[str, Any] = dict(
         model=model.path,

@@ -28,6 +28,7 @@ from conveyor.models.joining import Joined, join, pad_right, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_critic, load_scalar_model, response_values, sequence_scores
 from conveyor.rewards import FunctionReward, FunctionScores
+from conveyor.run_folder import RunFolder
 from conveyor.types import PartialScores, Rollout
 from conveyor.workers.reports import InstallReport, Publication, ScoreReport, Span, WorkerInfo
 from conveyor.workers.weight_sync import Bucket, checked, read
@@ -62,7 +63,7 @@ class ScoreWorker:
         rewards = {reward.name: reward for reward in self._recipe.rewards if reward.name in self._roles}
         for name, reward in rewards.items():
             if reward.function is not None and name not in self._functions:
-                self._functions[name] = FunctionReward(reward)
+                self._functions[name] = FunctionReward(reward, RunFolder(self._recipe.output_dir).rewards_log)
                 self._functions[name].start()
         for role in self._roles:
             if role not in self._functions and role not in self._models:

@@ -39,8 +39,10 @@ def test_the_reference_is_not_placed_without_kl() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"trian": {}}, "trian: unknown key"),
-        ({"train": {"stpes": 1}}, "train.stpes: unknown key"),
+        ({"trian": {}}, "trian: unknown key; do you mean train?"),
+        ({"train": {"stpes": 1}}, "train.stpes: unknown key; do you mean train.steps?"),
+        ({"train": {"overlap": False}}, "train.overlap: unknown key; do you mean pipeline.overlap?"),
+        ({"zzzzzzzz": 1}, "zzzzzzzz: unknown key"),
         ({"train": {"steps": "many"}}, "train.steps: Input should be a valid integer"),
         ({"train": {"steps": 0}}, "train.steps: Input should be greater than 0"),
         ({"method": "pop"}, "method: 'pop'; one of"),
@@ -53,7 +55,10 @@ def test_the_reference_is_not_placed_without_kl() -> None:
         ({"train": {"train_batch_size": 12}}, "train.train_batch_size: must be a multiple of rollout.n_samples_per_prompt (8)"),
         ({"train": {"train_batch_size": 512}}, "train.train_batch_size: 512 samples are more than a step has (256)"),
         ({"pipeline": {"micro_batch_size": 300}}, "pipeline.micro_batch_size: larger than an update"),
-        ({"devices": {"rollout": 1, "train": 1}}, "devices: role reference needs the group score"),
+        (
+            {"devices": {"rollout": 1, "train": 1}},
+            "devices: role reference is on score, which devices has not (rollout, train); place it: roles: {score: train}",
+        ),
         ({"devices": {"rollout": 1, "train": 1}, "roles": {"score": "trian"}}, "roles.score: no device group trian"),
         ({"roles": {"judge": "score"}}, "roles.judge: no such role"),
         ({"rewards": [{"name": "actor", "model": "x"}]}, "rewards: actor is the name of a role"),

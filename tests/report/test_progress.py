@@ -46,7 +46,7 @@ def test_a_run_that_fails_says_how_far_it_came():
     with pytest.raises(RuntimeError), RunProgress("grpo", total=5, console=Console(file=out, force_terminal=False)) as progress:
         progress.step(ROW)
         raise RuntimeError("engine died")
-    assert out.getvalue().splitlines()[-1] == "grpo: 1 of 5 steps in 0 s, stopped by RuntimeError"
+    assert out.getvalue().splitlines()[-1] == "grpo: 1 of 5 steps in 0 s, ended by an error"
 
 
 def test_metrics_are_appended_a_line_a_step_and_valid_json(tmp_path):

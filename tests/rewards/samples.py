@@ -106,3 +106,8 @@ def always_one(prompts, completions, **columns):
 
 def one_more(prompts, completions, **columns):
     return [1.0] * (len(completions) + 1)
+
+
+def talks(prompts, completions, **columns):
+    print("judging", *completions)
+    return [1.0] * len(completions)

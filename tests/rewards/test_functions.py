@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from conveyor.config import UserError
+from conveyor.config import RunError, UserError
 from conveyor.config.sections import Reward
+from conveyor.models.batch import sample_score
 from conveyor.rewards import FunctionReward, RewardError, check_columns, load_function
 from conveyor.rewards.functions import checked_scores
 from conveyor.rewards.scorer import call_arguments
-from conveyor.types import Prompt, Rollout
+from conveyor.types import Prompt, Rollout, Scored
 
 SAMPLES = Path(__file__).with_name("samples.py")
 
@@ -242,3 +243,20 @@ time.sleep(600)
 def test_a_function_refused_in_its_process_is_a_user_error(reward):
     with pytest.raises(UserError, match="has no missing"):
         reward("missing").start()
+
+
+def test_what_a_function_prints_is_in_the_log(tmp_path):
+    log = tmp_path / "run" / "rewards.log"
+    judge = FunctionReward(Reward(name="r", function=f"{SAMPLES}:talks"), log)
+    try:
+        assert judge.score([rollout("aye"), rollout("bee")]).scores == (1.0, 1.0)
+        assert log.read_text() == "judging aye bee\n"
+    finally:
+        judge.close()
+
+
+def test_a_weighted_sum_beyond_float32_names_the_row():
+    sample = Scored(rollout("a", row=4), {"r": 3e38})
+    assert sample_score(sample, {"r": 1.0}, 0.0) == 3e38
+    with pytest.raises(RunError, match="row 5 of the data: the weighted sum of its rewards, 3e"):
+        sample_score(sample, {"r": 10.0}, 0.0)
