@@ -152,6 +152,11 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
         found.append(("train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"))
     if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1" and algorithm.kl_coef > 0:
         found.append(("algorithm.kl_estimator", "in the reward only k1 has the right gradient in expectation; use k1, or kl_in: loss"))
+    if algorithm.normalize == "streaming_exact":
+        if recipe.samples_per_update < recipe.samples_per_step or algorithm.update_epochs > 1:
+            found.append(("algorithm.normalize", "streaming_exact is exact at ratio 1, so with one update a step only; use update"))
+        if train.zero_stage == 3:
+            found.append(("algorithm.normalize", "streaming_exact keeps a full gradient on every rank, which zero_stage 3 avoids; use update"))
     for reward in recipe.rewards:
         if (reward.model is None) == (reward.function is None):
             found.append((f"rewards.{reward.name}", "give exactly one of model and function"))

@@ -79,7 +79,11 @@ class Algorithm(Section):
     advantage_estimator: Literal["gae", "group_norm", "dr_grpo", "rloo"] = Field("gae", description="how advantages are made")
     gamma: Number = Field(1.0, ge=0, le=1, description="discount, GAE")
     lam: Number = Field(0.95, ge=0, le=1, description="λ, GAE")
-    normalize: Literal["none", "update"] = Field("none", description="whiten advantages over the update (waits for all of it)")
+    normalize: Literal["none", "update", "streaming_exact"] = Field(
+        "none",
+        description="whiten advantages over the update: `update` waits for all of it; `streaming_exact` gives the same gradient without "
+        "waiting, for a second backward pass and one more full gradient in float32 (two with kl_in: loss or entropy_coef)",
+    )
     clip_ratio: Number = Field(0.2, gt=0, description="PPO clip ε")
     clip_ratio_high: Number | None = Field(None, gt=0, description="upper ε when it differs (clip-higher)")
     value_clip: Number | None = Field(0.2, gt=0, description="clip of the value change; null: off")

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from conveyor.config import sections
+from conveyor.models.apart import ApartGradients, linear
 from conveyor.run_folder import complete_or_absent
 from conveyor.workers.reports import StepReport
 
@@ -80,6 +81,7 @@ class TrainEngine:
         """Updates done, skipped ones included: the place in the schedule."""
         self._train, self._peak, self._total = train, learning_rate, total_updates
         self._ranks = dist.get_world_size()
+        self._apart: ApartGradients | None = None
         self._stage = max(train.zero_stage, 1) if dtype == "bfloat16" else train.zero_stage
         self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and not train.offload_optimizer
         self._optimizer = torch.optim.AdamW(
@@ -108,6 +110,32 @@ class TrainEngine:
         """Add the gradient of a sum (a scalar). `last`: this was the update's last micro-batch."""
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss_sum)
+
+    def forward_apart(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """`function(model, *args, **kwargs)` for `backward_apart`. Not under ZeRO-3."""
+        return function(self.model, *args, **kwargs)
+
+    def backward_apart(self, losses: Mapping[str, Tensor]) -> None:
+        """Add the gradients of sums (scalars of one graph) to sums of their own: a full float32 gradient for each name."""
+        if self._apart is None:
+            self._apart = ApartGradients([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+        self._apart.add(losses)
+
+    def mix_apart(self, coefficients: Mapping[str, float]) -> None:
+        """Add Σ coefficient · (sum of that name) to the update's gradient, as its last `backward`; the sums are gone."""
+        assert self._apart is not None, "nothing was kept apart"
+        self.backward(self.forward(linear, self._apart.mixed(coefficients)), last=True)
+
+    def gradient(self, denominator: float) -> Iterator[tuple[str, Tensor]]:
+        """(name, full gradient / denominator on CPU, float32) of the update, before clipping. Every rank iterates to the end; between
+        the last `backward` and `step`."""
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                gradient = safe_get_full_grad(parameter)
+                assert gradient is not None, f"{name} has no gradient"
+                yield name, gradient.detach().float().cpu() * (self._ranks / denominator)
 
     def step(self, denominator: float) -> StepReport:
         """One optimizer step with (gradient summed over micro-batches and ranks) / denominator, clipped.

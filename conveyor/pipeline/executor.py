@@ -187,12 +187,13 @@ class Executor:
     async def _train(self, action: Train) -> None:
         context = self.ledger.context(action.train_group, action.key, action.samples)
         reports = await self._on_ranks(action.train_group, "forward_backward", action.key, context, action.last)
+        self.ledger.add_train_reports(action.train_group, action.key, reports)
         self.recorder.trained(action.train_group, action.key, reports)
 
     async def _update(self, action: Update) -> None:
         denominators = self.ledger.denominators(action.train_group, action.step, action.base)
         reports = await self._on_ranks(action.train_group, "optim_step", denominators)
-        self.recorder.updated(action.train_group, action.step, reports)
+        self.recorder.updated(action.train_group, action.step, reports, denominators.whiten)
 
     async def _finish(self, action: Finish) -> None:
         """The step's record is written when its last train group is done; its samples are the actor's."""

@@ -16,7 +16,7 @@ from conveyor.algorithms.metrics import Moments
 from conveyor.config import OnlineRecipe
 from conveyor.config.recipe import GROUP_ESTIMATORS
 from conveyor.types import SampleId
-from conveyor.workers.reports import Denominators, MicroBatchKey, PrepareReport, SampleReport, UpdateContext
+from conveyor.workers.reports import Denominators, MicroBatchKey, PrepareReport, SampleReport, TrainReport, UpdateContext
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Ledger:
         algorithm = self.recipe.algorithm
         by_group = algorithm.advantage_estimator in GROUP_ESTIMATORS
         advantages = self._group_advantages(update, {sample.group for sample in samples}) if by_group else None
-        if algorithm.normalize == "none":
+        if algorithm.normalize != "update":
             return UpdateContext(advantages)
         moments = self._outcome_moments(update) if by_group else update.moments
         return UpdateContext(advantages, whitening(moments))
@@ -96,10 +96,18 @@ class Ledger:
             total += Moments(tokens, tokens * advantage, tokens * advantage**2)
         return total
 
+    def add_train_reports(self, train_group: int, key: MicroBatchKey, reports: Iterable[TrainReport]) -> None:
+        """Moments of advantages that are whitened while they stream."""
+        for report in reports:
+            if report.moments is not None:
+                self._update(train_group, key).moments += report.moments
+
     def denominators(self, train_group: int, step: int, update: int) -> Denominators:
         """Of a base update (a second pass over it has the same)."""
-        tokens = [sample.loss_tokens for sample in self._updates[train_group, step, update].samples.values()]
-        return Denominators(tokens=sum(tokens), sequences=sum(count > 0 for count in tokens))
+        books = self._updates[train_group, step, update]
+        tokens = [sample.loss_tokens for sample in books.samples.values()]
+        streaming = self.recipe.algorithm.normalize == "streaming_exact"
+        return Denominators(sum(tokens), sum(count > 0 for count in tokens), whitening(books.moments) if streaming else None)
 
     def finish_step(self, train_group: int, step: int) -> list[SampleReport]:
         """Close the books of a step; returns its samples in prompt order."""

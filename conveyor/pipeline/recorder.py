@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conveyor.algorithms.metrics import Mean, Metrics, merge
+from conveyor.algorithms.objective import streaming_coefficients
 from conveyor.config import OnlineRecipe
 from conveyor.pipeline.run_plan import RunPlan, ScorePart
 from conveyor.report.events import Event, EventLog, read_events
@@ -68,6 +69,7 @@ class Recorder:
         self._recent: list[Event] = []
         self._last_of_device: dict[str, Event] = {}
         self._train_metrics: dict[int, list[Metrics]] = defaultdict(list)
+        self._whiten: dict[int, tuple[float, float]] = {}
         self._optim: dict[int, list[OptimReport]] = defaultdict(list)
         self._failures: dict[int, Metrics] = defaultdict(dict)
         self._in_flight: dict[SampleId, tuple[int, float]] = {}
@@ -113,8 +115,10 @@ class Recorder:
         self._train_metrics[key.step] += [report.metrics for report in reports]
         self._on_ranks(train_group, "train", key.step, [report.span for report in reports], self._number(key))
 
-    def updated(self, train_group: int, step: int, reports: Sequence[OptimReport]) -> None:
+    def updated(self, train_group: int, step: int, reports: Sequence[OptimReport], whiten: tuple[float, float] | None = None) -> None:
         self._optim[step].append(reports[0])
+        if whiten is not None:
+            self._whiten[step] = whiten
         self._on_ranks(train_group, "update", step, [report.span for report in reports])
 
     def published(self, train_group: int, publication: Publication) -> None:
@@ -151,6 +155,10 @@ class Recorder:
         now = time.time() - self._zero
         row: dict[str, Any] = {"step": step + 1}
         row |= {name: metric.value for name, metric in merge(self._train_metrics.pop(step, [])).items()}
+        if (ones := row.pop("loss/policy_ones", None)) is not None:
+            parts = {"advantages": row["loss/policy"], "ones": ones}
+            coefficients = streaming_coefficients(*self._whiten.pop(step))
+            row["loss/policy"] = sum(coefficients.get(name, 0.0) * part for name, part in parts.items())
         row |= self._sample_metrics(step, samples)
         row |= {name: metric.total for name, metric in self._failures.pop(step, {}).items() if isinstance(metric, Mean) and metric.total}
         row |= self._optim_metrics(self._optim.pop(step, []))

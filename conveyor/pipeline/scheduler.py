@@ -74,13 +74,20 @@ class Scheduler:
         self._finishing: Counter[int] = Counter()
         self._engine_version = [self._published] * plan.engines
         self._engine_load: list[Counter[int]] = [Counter() for _ in range(plan.engines)]
+        self._engine_samples = [0] * plan.engines
         self._engine_installing: set[int] = set()
+        self._old_engines: set[int] = set()
+        """Engines that hold an older version than the newest."""
+        self._maybe_able = set(range(plan.engines))
+        """Engines that something has happened to since they were last found unable to take a group: the others still are."""
         self._snapshot_version = {
             (number, worker): self._published
             for number, part in enumerate(plan.parts)
             if part.versioned
             for worker in range(plan.part_workers[number])
         }
+        self._old_snapshots: set[tuple[int, int]] = set()
+        """(part, worker) that holds an older version than the newest."""
         self._busy_workers: set[tuple[str, int]] = set()
         self._to_score: list[list[MicroBatchKey]] = [[] for _ in plan.parts]
         self._to_prepare: list[MicroBatch] = []
@@ -93,8 +100,9 @@ class Scheduler:
     def finished(self) -> bool:
         """Every step is trained, let go of, and its weights installed everywhere."""
         end = len(self.plan.step_groups)
-        versions = (*self._engine_version, *self._snapshot_version.values())
-        return all(line.step == end for line in self._lines) and all(version == end for version in versions)
+        if any(line.step != end for line in self._lines):
+            return False
+        return all(version == end for version in (*self._engine_version, *self._snapshot_version.values()))
 
     @property
     def version(self) -> int:
@@ -133,26 +141,26 @@ class Scheduler:
         return due[turn]
 
     def _sampling(self) -> Iterator[Action]:
-        for engine, version in enumerate(self._engine_version):
-            drained = self.plan.in_flight_update or not self._engine_load[engine]
-            if version < self._published and engine not in self._engine_installing and drained:
+        for engine in sorted(self._old_engines - self._engine_installing):
+            if self.plan.in_flight_update or not self._engine_load[engine]:
                 yield InstallEngine(engine, self._published)
+                break
         if self._next_group < self._starts[-1]:
-            able = [engine for engine in range(self.plan.engines) if self._may_admit(engine)]
-            if able:
-                engine = min(able, key=lambda e: (self._engine_load[e].total(), e))
+            self._maybe_able = {engine for engine in self._maybe_able if self._may_admit(engine)}
+            if self._maybe_able:
+                engine = min(self._maybe_able, key=lambda e: (self._engine_samples[e], e))
                 yield Admit(engine, self._next_group, self._step_to_admit)
 
     def _may_admit(self, engine: int) -> bool:
         version = self._engine_version[engine]
-        room = self._engine_load[engine].total() + self.plan.samples_per_group <= self.plan.engine_slots
+        room = self._engine_samples[engine] + self.plan.samples_per_group <= self.plan.engine_slots
         draining = engine in self._engine_installing or (version < self._published and not self.plan.in_flight_update)
         fresh = version >= self.plan.start_step and self._step_to_admit - version <= self.plan.max_staleness
         return room and fresh and not draining
 
     def _scoring(self) -> Iterator[Action]:
-        for (part, worker), version in self._snapshot_version.items():
-            if version < self._published and (self.plan.parts[part].group, worker) not in self._busy_workers:
+        for part, worker in sorted(self._old_snapshots):
+            if (self.plan.parts[part].group, worker) not in self._busy_workers:
                 yield InstallSnapshot(part, worker, self._published)
         for part, waiting in enumerate(self._to_score):
             # The first in line is of the oldest step; while no snapshot fits it, none fits those behind it.
@@ -178,6 +186,7 @@ class Scheduler:
         match action:
             case Admit(engine, group, step):
                 self._engine_load[engine][group] = self.plan.samples_per_group
+                self._engine_samples[engine] += self.plan.samples_per_group
                 self._open_step(step)
                 self._next_group += 1
                 if self._next_group == self._starts[step + 1]:
@@ -202,6 +211,8 @@ class Scheduler:
         load, group = self._engine_load[event.engine], event.id.group
         assert load[group] > 0, f"{event.id} came from engine {event.engine}, which does not hold its group"
         load[group] -= 1
+        self._engine_samples[event.engine] -= 1
+        self._maybe_able.add(event.engine)
         if not load[group]:
             # An Admit takes one turn, however many samples it brings.
             del load[group]
@@ -229,9 +240,14 @@ class Scheduler:
             case InstallSnapshot(part, worker, version):
                 self._busy_workers.discard((self.plan.parts[part].group, worker))
                 self._snapshot_version[part, worker] = version
+                if version == self._published:
+                    self._old_snapshots.discard((part, worker))
             case InstallEngine(engine, version):
                 self._engine_installing.discard(engine)
                 self._engine_version[engine] = version
+                self._maybe_able.add(engine)
+                if version == self._published:
+                    self._old_engines.discard(engine)
             case Admit():
                 raise AssertionError("an Admit is answered by its samples")
             case _:
@@ -246,6 +262,8 @@ class Scheduler:
                 self._publishing[version] += 1
                 if self._publishing[version] == len(self._lines):
                     self._published = version
+                    self._old_engines = set(range(self.plan.engines))
+                    self._old_snapshots = set(self._snapshot_version)
             case Finish(_, step):
                 self._finishing[step] += 1
                 if self._finishing[step] == len(self._lines):

@@ -7,7 +7,8 @@ The ranks of a train group work as one, so exactly one of its tasks runs at a ti
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import insort
+from collections import Counter, defaultdict
 
 from conveyor.pipeline.actions import Action, Checkpoint, Finish, Prepare, Publish, Train, Update
 from conveyor.pipeline.batching import UpdateBatcher
@@ -28,7 +29,11 @@ class TrainLine:
         self._trained: set[int] = set()
         self._prepared: dict[MicroBatchKey, tuple[SampleId, ...]] = {}
         self._prepared_in_group: Counter[int] = Counter()
-        self._prepared_in_update: Counter[tuple[int, int]] = Counter()
+        self._prepared_in_update: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """(step, update) → numbers of its prepared micro-batches, in order."""
+        self._next: Action | None = None
+        self._known = False
+        """Nothing has happened since `_next` was found."""
 
     def due(self, updates: tuple[UpdateBatcher, ...] | None) -> Action | None:
         """The next task, if it may start now. `updates`: those of `self.step`, None before it is opened."""
@@ -38,20 +43,27 @@ class TrainLine:
             return self._closing[0]
         if updates is None:
             return None
-        batcher = updates[self.update % len(updates)]
+        if not self._known:
+            self._next, self._known = self._find(updates[self.update % len(updates)]), True
+        return self._next
+
+    def _find(self, batcher: UpdateBatcher) -> Action | None:
         if len(self._trained) == batcher.count:
             return Update(self.number, self.step, self.update, batcher.update)
         return self._next_train(batcher)
 
     def _next_train(self, batcher: UpdateBatcher) -> Train | None:
-        if self.plan.waits_for_update and self._prepared_in_update[self.step, batcher.update] < batcher.count:
+        prepared = self._prepared_in_update[self.step, batcher.update]
+        if self.plan.waits_for_update and len(prepared) < batcher.count:
             return None
         # Prompt order: the one whose turn it is, or none. Completion order: the first that can.
-        numbers = (len(self._trained),) if self.plan.order == "prompt" else range(batcher.count)
+        numbers = [len(self._trained)] if self.plan.order == "prompt" else prepared
         for number in numbers:
+            if number in self._trained:
+                continue
             key = MicroBatchKey(self.step, batcher.update, number)
             samples = self._prepared.get(key)
-            if samples is not None and number not in self._trained and self._groups_prepared(samples):
+            if samples is not None and self._groups_prepared(samples):
                 return Train(self.number, key, samples, self.update, last=len(self._trained) == batcher.count - 1)
         return None
 
@@ -61,10 +73,11 @@ class TrainLine:
 
     def done(self, action: Action, updates_in_step: int) -> None:
         """Note that a task of this group has ended."""
+        self._known = False
         if isinstance(action, Prepare):
             self._prepared[action.key] = action.samples
             self._prepared_in_group.update(sample.group for sample in action.samples)
-            self._prepared_in_update[action.key.step, action.key.update] += 1
+            insort(self._prepared_in_update[action.key.step, action.key.update], action.key.number)
             return
         self.busy = False
         match action:

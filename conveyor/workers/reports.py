@@ -110,12 +110,16 @@ class Denominators:
     """Tokens in the loss."""
     sequences: int
     """Sequences with at least one token in the loss."""
+    whiten: tuple[float, float] | None = None
+    """`streaming_exact`: (mean, standard deviation) of the update's advantages, known only now."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
     metrics: Metrics
     span: Span
+    moments: Moments | None = None
+    """`streaming_exact`: of this rank's advantages."""
 
 
 @dataclass(frozen=True, slots=True)

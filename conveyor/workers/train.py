@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
 
 from conveyor.algorithms.advantages import gae, moments, whiten
-from conveyor.algorithms.losses import entropy_bonus, importance_weights, kl_loss, policy_loss, value_loss
-from conveyor.algorithms.metrics import Max, Metrics, Moments
+from conveyor.algorithms.losses import value_loss
+from conveyor.algorithms.metrics import Metrics, Moments
+from conveyor.algorithms.objective import actor_losses, streaming_coefficients
 from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.models.batch import empty_batch, make_train_batch, merge_scores, sample_report
@@ -83,6 +85,9 @@ class TrainWorker:
         self._recipe, self._rank, self._world_size, self._cores = recipe, rank, world_size, cores
         self._weights = {reward.name: reward.weight for reward in recipe.rewards}
         self._prepared: dict[MicroBatchKey, _Prepared] = {}
+        self._in_update: list[_Prepared] = []
+        """Trained since the last optimizer step."""
+        self._gradient_file: Path | None = None
         if cores is not None:
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
@@ -145,8 +150,11 @@ class TrainWorker:
         if "actor" in self._engines:
             self._actor_pass(batch, advantages, last, metrics)
         prepared.advantages = _means(prepared.samples, advantages, batch.loss_mask)
+        self._in_update.append(prepared)
+        streaming = self._recipe.algorithm.normalize == "streaming_exact"
+        found = moments(advantages, batch.loss_mask) if streaming else None
         # A rank without samples has nothing to report.
-        return TrainReport(metrics if prepared.samples else {}, Span(start, time.time()))
+        return TrainReport(metrics if prepared.samples else {}, Span(start, time.time()), found)
 
     def _given_advantages(self, prepared: _Prepared, shared: UpdateContext, mask: Tensor) -> Tensor | None:
         """Group estimators: the sample's advantage on each of its tokens [B, S]."""
@@ -172,38 +180,22 @@ class TrainWorker:
         return advantages
 
     def _actor_pass(self, batch: TrainBatch, advantages: Tensor, last: bool, metrics: Metrics) -> None:
-        algorithm, mask = self._recipe.algorithm, batch.loss_mask
-        aggregation = algorithm.loss_aggregation
-        logprobs, entropy = self._engines["actor"].forward(
-            response_logprobs, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask,
-            self._recipe.rollout.temperature, entropy_grad=algorithm.entropy_coef > 0,
-        )  # fmt: skip
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        cap = self._recipe.importance_cap
-        loss, found = policy_loss(
-            logprobs,
-            old,
-            advantages,
-            mask,
-            clip_low=algorithm.clip_ratio,
-            clip_high=algorithm.clip_ratio_high or algorithm.clip_ratio,
-            aggregation=aggregation,
-            importance_weights=None if cap is None else importance_weights(old, batch.rollout_logprobs, mask, cap),
-        )
-        metrics.update(found)
-        # How far the engine's log-probs are from the trainer's: rounding on-policy, drift with staleness.
-        gap = (old - batch.rollout_logprobs).detach().masked_fill(~mask, 0).abs().amax()
-        metrics["rollout_mismatch/max"] = Max(gap.item())
-        if self._recipe.uses_reference and algorithm.kl_in == "loss":
-            assert batch.reference_logprobs is not None
-            kl, found = kl_loss(logprobs, batch.reference_logprobs, mask, estimator=algorithm.kl_estimator, aggregation=aggregation)
-            loss = loss + algorithm.kl_coef * kl
-            metrics["loss/kl"] = found["kl"]  # `kl` is the sampling policy's, over all tokens: the driver has it from the reports
-        bonus, found = entropy_bonus(entropy, mask, aggregation)
-        if algorithm.entropy_coef > 0:
-            loss = loss - algorithm.entropy_coef * bonus
-        metrics.update(found)
-        self._engines["actor"].backward(loss, last=last)
+        """The policy gradient of a micro-batch."""
+        algorithm, engine = self._recipe.algorithm, self._engines["actor"]
+        arguments = (batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask, self._recipe.rollout.temperature)
+        settings = {"entropy_grad": algorithm.entropy_coef > 0}
+        if algorithm.normalize != "streaming_exact":
+            logprobs, entropy = engine.forward(response_logprobs, *arguments, **settings)
+            losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap)
+            engine.backward(losses.policy + losses.other, last=last)
+        else:
+            logprobs, entropy = engine.forward_apart(response_logprobs, *arguments, **settings)
+            losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap)
+            ones = actor_losses(logprobs, entropy, batch, torch.ones_like(advantages), algorithm, self._recipe.importance_cap)
+            apart = {"advantages": losses.policy, "ones": ones.policy} | ({"other": losses.other} if losses.other.requires_grad else {})
+            engine.backward_apart(apart)
+            metrics["loss/policy_ones"] = ones.metrics["loss/policy"]
+        metrics.update(losses.metrics)
 
     # ── an update, a step ────────────────────────────────────────────────────────────────────────
 
@@ -211,12 +203,37 @@ class TrainWorker:
         """One optimizer step of each model here. The actor's losses have one denominator, tokens or sequences by
         `loss_aggregation`; the critic's is tokens."""
         start = time.time()
-        by_tokens = self._recipe.algorithm.loss_aggregation == "token_mean"
-        actors = denominators.tokens if by_tokens else denominators.sequences
-        steps: dict[str, StepReport] = {
-            role: engine.step(actors if role == "actor" else denominators.tokens) for role, engine in self._engines.items()
-        }
+        if denominators.whiten is not None:
+            self._whiten_apart(*denominators.whiten)
+        if self._gradient_file is not None:
+            self._write_gradient(self._gradient_file, denominators)
+        self._in_update.clear()
+        steps: dict[str, StepReport] = {role: engine.step(self._count(denominators, role)) for role, engine in self._engines.items()}
         return OptimReport(steps, Span(start, time.time()))
+
+    def _count(self, denominators: Denominators, role: str) -> int:
+        by_tokens = role == "critic" or self._recipe.algorithm.loss_aggregation == "token_mean"
+        return denominators.tokens if by_tokens else denominators.sequences
+
+    def _whiten_apart(self, mean: float, std: float) -> None:
+        """`streaming_exact`: the sums that were kept apart become the gradient of whitened advantages."""
+        if "actor" in self._engines:
+            self._engines["actor"].mix_apart(streaming_coefficients(mean, std))
+        for prepared in self._in_update:
+            whitened = {sample: (advantage - mean) / std if std else 0.0 for sample, advantage in prepared.advantages.items()}
+            prepared.advantages = whitened
+
+    def record_gradient(self, file: str | Path) -> None:
+        """Write the gradient of the next update (before clipping) to a safetensors file; names are ROLE.NAME."""
+        self._gradient_file = Path(file)
+
+    def _write_gradient(self, file: Path, denominators: Denominators) -> None:
+        gradients: dict[str, Tensor] = {}
+        for role, engine in self._engines.items():
+            gradients |= {f"{role}.{name}": gradient for name, gradient in engine.gradient(max(1, self._count(denominators, role)))}
+        if self._rank == 0:
+            save_file(gradients, file)
+        self._gradient_file = None
 
     def publish(self, version: int, role: str) -> Publication | None:
         """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them."""
