@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -17,9 +18,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 
+MORE = {
+    "parity": ("conveyor.pipeline.parity", "run a recipe with overlap off and on and print the largest differences"),
+    "plan": ("conveyor.plan.command", "predict step times and search a placement, from a run's events or from hardware"),
+    "report": ("conveyor.report.command", "where a run's time went, and its timeline as a picture"),
+}
+"""Command → (module with `add_arguments` and `run`, help)."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(next((word for word in arguments if not word.startswith("-")), None))
     known, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("conveyor").setLevel(logging.INFO)
@@ -36,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """Only the command asked for is imported."""
     parser = argparse.ArgumentParser(prog="conveyor", description="RLHF whose stages work at the same time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     quickstart = commands.add_parser("quickstart", help="build a tiny model and make it better by RLHF, in minutes on two cores")
@@ -53,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("recipe", help="YAML file")
     check.set_defaults(run=_check)
+    for name, (module, about) in MORE.items():
+        more = commands.add_parser(name, help=about)
+        if name == command:
+            importlib.import_module(module).add_arguments(more)
+        more.set_defaults(run=_more, module=module)
     return parser
 
 
@@ -111,6 +127,10 @@ def _check(known: argparse.Namespace, rest: list[str]) -> int:
         check_offline(recipe)
         print(f"{known.recipe}: {recipe.method}: sound")
     return 0
+
+
+def _more(known: argparse.Namespace, rest: list[str]) -> int:
+    return int(importlib.import_module(known.module).run(known, _overrides(rest)))
 
 
 def _load(known: argparse.Namespace, rest: list[str]) -> OnlineRecipe | OfflineRecipe:

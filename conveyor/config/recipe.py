@@ -156,7 +156,9 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
         if recipe.samples_per_update < recipe.samples_per_step or algorithm.update_epochs > 1:
             found.append(("algorithm.normalize", "streaming_exact is exact at ratio 1, so with one update a step only; use update"))
         if train.zero_stage == 3:
-            found.append(("algorithm.normalize", "streaming_exact keeps a full gradient on every rank, which zero_stage 3 avoids; use update"))
+            found.append(
+                ("algorithm.normalize", "streaming_exact keeps a full gradient on every rank; with zero_stage 3 use update")
+            )
     for reward in recipe.rewards:
         if (reward.model is None) == (reward.function is None):
             found.append((f"rewards.{reward.name}", "give exactly one of model and function"))

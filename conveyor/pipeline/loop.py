@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -30,8 +31,11 @@ from conveyor.workers.start import Workers, start_workers
 log = logging.getLogger(__name__)
 
 
-def run_online(recipe: OnlineRecipe) -> dict[str, Any]:
+def run_online(recipe: OnlineRecipe, gradient_folder: Path | None = None) -> dict[str, Any]:
     """Train by a recipe; returns the last step's metrics.
+
+    Args:
+        gradient_folder: where each train group writes the gradient of its first update; default: nowhere.
 
     Raises:
         UserError: bad settings, data or devices; before any model is loaded.
@@ -40,13 +44,19 @@ def run_online(recipe: OnlineRecipe) -> dict[str, Any]:
     sizes = devices_per_worker(recipe)
     with Placement.create(planned_devices(recipe), recipe.ray, telemetry=recipe.telemetry, devices_per_worker=sizes) as placement:
         try:
-            return run_placed(recipe, order, placement)
+            return run_placed(recipe, order, placement, gradient_folder=gradient_folder)
         except RayTaskError as error:
             # The worker's own exception says it all; Ray's wraps it in a page of trace.
             raise (error.cause if isinstance(error.cause, UserError | RunError) else error) from None
 
 
-def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, engines: list[Any] | None = None) -> dict[str, Any]:
+def run_placed(
+    recipe: OnlineRecipe,
+    order: PromptOrder,
+    placement: Placement,
+    engines: list[Any] | None = None,
+    gradient_folder: Path | None = None,
+) -> dict[str, Any]:
     """The run itself, on devices that are reserved.
 
     Args:
@@ -67,6 +77,8 @@ def run_placed(recipe: OnlineRecipe, order: PromptOrder, placement: Placement, e
         workers.ready(progress.ready)
         if checkpoint:
             _on_every_rank(workers, "load_checkpoint", str(checkpoint[1]))
+        if gradient_folder is not None:
+            _on_every_rank(workers, "record_gradient", str(gradient_folder.absolute()))
         recorder = Recorder(recipe, plan, folder, progress.step)
         try:
             if plan.start_step < len(order):

@@ -223,15 +223,16 @@ class TrainWorker:
             whitened = {sample: (advantage - mean) / std if std else 0.0 for sample, advantage in prepared.advantages.items()}
             prepared.advantages = whitened
 
-    def record_gradient(self, file: str | Path) -> None:
-        """Write the gradient of the next update (before clipping) to a safetensors file; names are ROLE.NAME."""
-        self._gradient_file = Path(file)
+    def record_gradient(self, folder: str | Path) -> None:
+        """Write the gradient of the next update, before clipping, to ROLES.safetensors in a folder; names are ROLE.NAME."""
+        self._gradient_file = Path(folder) / f"{'+'.join(self._engines)}.safetensors"
 
     def _write_gradient(self, file: Path, denominators: Denominators) -> None:
         gradients: dict[str, Tensor] = {}
         for role, engine in self._engines.items():
             gradients |= {f"{role}.{name}": gradient for name, gradient in engine.gradient(max(1, self._count(denominators, role)))}
         if self._rank == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
             save_file(gradients, file)
         self._gradient_file = None
 

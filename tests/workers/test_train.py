@@ -85,9 +85,10 @@ def part_of(scores, chosen):
     ]  # fmt: skip
 
 
-def denominators(reports):
+def denominators(reports, done=()):
     tokens = [sample.loss_tokens for report in reports for sample in report.samples]
-    return Denominators(sum(tokens), sum(count > 0 for count in tokens))
+    found = [report.moments for report in done if report.moments is not None]
+    return Denominators(sum(tokens), sum(count > 0 for count in tokens), whitening(reduce(add, found)) if found else None)
 
 
 def context(made, reports):
@@ -112,7 +113,7 @@ def train(trained, made, rollouts, scores, splits, update=0, step=0):
     everyone = gather(prepared)
     shared = context(made, everyone)
     done = [trained.forward_backward(key, shared, last=key is keys[-1]) for key in keys]
-    return prepared, merge(report.metrics for report in done), trained.optim_step(denominators(everyone))
+    return prepared, merge(report.metrics for report in done), trained.optim_step(denominators(everyone, gather(done)))
 
 
 def gather(reports):
@@ -261,8 +262,8 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_models_load(policy, tmp_path):
 
 def on_two_ranks(rank, ranks, port, policy, want):
     """Uneven shares: 5 samples are 3 and 2, 1 sample is 1 and 0."""
-    for stage, method in ((0, "grpo"), (3, "ppo")):
-        made = recipe(policy, method, train={"zero_stage": stage})
+    for stage, method, normalize in ((0, "grpo", "none"), (3, "ppo", "none"), (2, "streaming", "streaming_exact")):
+        made = recipe(policy, method.replace("streaming", "grpo"), train={"zero_stage": stage}, algorithm={"normalize": normalize})
         trained = worker(made, rank=rank, ranks=ranks, port=port)
         rollouts, splits = work(made)
         train(trained, made, rollouts, parts(rollouts), splits)
@@ -282,8 +283,9 @@ def work(made):
 @pytest.mark.slow
 def test_case_16_uneven_ranks_finish_and_equal_one_rank(policy):
     want = {}
-    for method in ("ppo", "grpo"):
-        made = recipe(policy, method)
+    for method in ("ppo", "grpo", "streaming"):
+        normalize = "streaming_exact" if method == "streaming" else "none"
+        made = recipe(policy, method.replace("streaming", "grpo"), algorithm={"normalize": normalize})
         trained = worker(made)
         rollouts, splits = work(made)
         train(trained, made, rollouts, parts(rollouts), splits)

@@ -28,6 +28,8 @@ GAE = {"gamma": 0.9, "lam": 0.8, "value_coef": 0.7, "value_clip": 0.2}
 CASES = {
     "ppo": ("ppo", {**GAE, "loss_aggregation": "sequence_mean"}),
     "ppo against snapshots": ("ppo", {**GAE, "normalize": "update", "kl_in": "loss", "kl_estimator": "k2", "clip_ratio_high": 0.4}),
+    "ppo whitened while it streams": ("ppo", {**GAE, "normalize": "streaming_exact"}),
+    "grpo whitened while it streams": ("grpo", {"normalize": "streaming_exact", "loss_aggregation": "sequence_mean", "kl_in": "loss"}),
     "grpo": ("grpo", {"loss_aggregation": "sequence_mean"}),
     "grpo against snapshots": ("grpo", {"kl_in": "reward", "kl_estimator": "k1"}),
 }
@@ -142,9 +144,9 @@ def plain_losses(made, models, samples):
             if sample.in_loss:
                 squares.append(torch.maximum((values - returns) ** 2, (near - returns) ** 2))
         losses["critic"] = algorithm.value_coef * 0.5 * torch.cat(squares).mean()
-        if algorithm.normalize == "update":
-            trained = torch.cat([a for a, s in zip(advantages, samples, strict=True) if s.in_loss])
-            advantages = [(a - trained.mean()) / trained.std() for a in advantages]
+    if algorithm.normalize != "none":
+        trained = torch.cat([a for a, s in zip(advantages, samples, strict=True) if s.in_loss])
+        advantages = [None if a is None else (a - trained.mean()) / trained.std() for a in advantages]
     rows = [plain_actor_loss(made, models["actor"], s, a) for s, a in zip(samples, advantages, strict=True) if s.in_loss]
     by_sequence = algorithm.loss_aggregation == "sequence_mean"
     losses["actor"] = torch.stack([row.mean() for row in rows]).mean() if by_sequence else torch.cat(rows).mean()
