@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
 from conveyor.config import OnlineRecipe, UserError, sections
@@ -13,6 +14,7 @@ from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.rewards.functions import check_columns, load_function
 from conveyor.run_folder import RunFolder
+from conveyor.types import Prompt
 from conveyor.workers.placement import available, check_devices, default_devices
 
 
@@ -38,8 +40,11 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.data, tokenizer)
+    held_out = load_held_out(recipe, tokenizer)
     for key, function in functions.items():
         check_columns(function, key, prompts[0].columns)
+        if held_out:
+            check_columns(function, f"{key}, for evaluate.path", held_out[0].columns)
     train = recipe.train
     order = PromptOrder(
         prompts, train.rollout_batch_size, epochs=train.epochs, steps=train.steps, shuffle=recipe.data.shuffle, seed=recipe.seed,
@@ -48,6 +53,14 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     if len(order) == 0:
         raise UserError("train.steps: nothing to do")
     return order
+
+
+def load_held_out(recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Prompt]:
+    """The prompts of `evaluate`; their indices are negative, so that no group of the run is taken for one of them."""
+    if recipe.evaluate is None:
+        return []
+    prompts = load_prompts(recipe.data, tokenizer or load_tokenizer(recipe.model), path=recipe.evaluate.path, key="evaluate.path")
+    return [replace(prompt, index=-1 - i) for i, prompt in enumerate(prompts[: recipe.evaluate.max_prompts])]
 
 
 def read_model_config(key: str, path: str) -> Any:

@@ -1,6 +1,6 @@
 """The folder of a run: where everything a run writes goes, and how it is complete or absent.
 
-config.yaml  metrics.jsonl  events.jsonl  samples.jsonl  checkpoints/step_N/  model/  trace.json  report.html
+config.yaml  metrics.jsonl  events.jsonl  samples.jsonl  checkpoints/step_N/  model/  trace.json  timeline.png  report.html
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ MADE_BY_A_RUN = (
     "events.jsonl",
     "samples.jsonl",
     "trace.json",
+    "timeline.png",
     "report.html",
     "checkpoints",
     "model",
@@ -49,6 +50,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.evaluations = self.path / "evaluations.jsonl"
         self.trace = self.path / "trace.json"
         self.report = self.path / "report.html"
         self.checkpoints = self.path / "checkpoints"
@@ -127,10 +129,10 @@ class RunFolder:
         return sorted((int(match[1]), path) for match, path in named if match and (path / COMPLETE).is_file())
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged after `step` steps: a resumed run does it again."""
-        for path in (self.metrics, self.samples, self.events):
+        """Forget what was logged after `step` steps: a resumed run does it again. It also evaluates what it starts from."""
+        for path, kept in ((self.metrics, step), (self.samples, step), (self.events, step), (self.evaluations, step - 1)):
             if path.exists():
-                lines = [line for line in path.read_bytes().split(b"\n") if _step(line, step + 1) <= step]
+                lines = [line for line in path.read_bytes().split(b"\n") if _step(line, step + 1) <= kept]
                 aside = path.with_name(f".{path.name}.partial")
                 aside.write_bytes(b"".join(line + b"\n" for line in lines))
                 os.replace(aside, path)
@@ -218,6 +220,20 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return flat
+
+
+def write_untrained(checkpoint: Path, carried: Sequence[int], next_group: int) -> None:
+    """Say in a checkpoint which groups had been admitted and not trained, and which comes next."""
+    (checkpoint / "groups.json").write_text(json.dumps({"carried": list(carried), "next": next_group}), encoding="utf-8")
+
+
+def read_untrained(checkpoint: Path) -> tuple[tuple[int, ...], int] | None:
+    """What `write_untrained` said; None if nothing."""
+    file = checkpoint / "groups.json"
+    if not file.is_file():
+        return None
+    groups = json.loads(file.read_text(encoding="utf-8"))
+    return tuple(groups["carried"]), groups["next"]
 
 
 def _filled(path: Path) -> bool:

@@ -53,6 +53,7 @@ class OnlineRecipe(Common):
     rollout: sections.Rollout = sections.Rollout()
     algorithm: sections.Algorithm = sections.Algorithm()
     pipeline: sections.Pipeline = sections.Pipeline()
+    evaluate: sections.Evaluate | None = Field(None, description="held-out prompts, sampled and scored during training")
 
     @property
     def uses_critic(self) -> bool:
@@ -156,9 +157,7 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
         if recipe.samples_per_update < recipe.samples_per_step or algorithm.update_epochs > 1:
             found.append(("algorithm.normalize", "streaming_exact is exact at ratio 1, so with one update a step only; use update"))
         if train.zero_stage == 3:
-            found.append(
-                ("algorithm.normalize", "streaming_exact keeps a full gradient on every rank; with zero_stage 3 use update")
-            )
+            found.append(("algorithm.normalize", "streaming_exact keeps a full gradient on every rank; with zero_stage 3 use update"))
     for reward in recipe.rewards:
         if (reward.model is None) == (reward.function is None):
             found.append((f"rewards.{reward.name}", "give exactly one of model and function"))
@@ -181,7 +180,15 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
         used = {recipe.role_group(role) for role in recipe.placed_roles}
         found += [(f"devices.{group}", "no role is placed on this group") for group in recipe.devices if group not in used]
     if recipe.data.eval_path is not None:
-        found.append(("data.eval_path", f"{recipe.method} does not evaluate during training; only sft and reward_model do"))
+        found.append(("data.eval_path", f"{recipe.method} evaluates by sampling: name the held-out prompts in evaluate.path"))
+    if recipe.evaluate is not None:
+        others = [role for role in recipe.placed_roles if role != "rollout" and recipe.role_group(role) == recipe.role_group("rollout")]
+        if recipe.evaluate.in_bubbles and others:
+            found.append(("evaluate.in_bubbles", f"rollout shares its devices with {others[0]}, so there are no bubbles; set it false"))
+        if recipe.evaluate.n_samples_per_prompt > rollout.max_concurrent_requests:
+            found.append(
+                ("evaluate.n_samples_per_prompt", f"more than rollout.max_concurrent_requests ({rollout.max_concurrent_requests})")
+            )
     if pipeline.micro_batch_size > recipe.samples_per_update:
         found.append(("pipeline.micro_batch_size", f"larger than an update ({recipe.samples_per_update} samples)"))
     return found

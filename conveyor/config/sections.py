@@ -136,6 +136,20 @@ class Reward(Section):
     on_error: Literal["stop", "skip"] = Field("stop", description="a function that raises: end the run naming the row, or score None")
 
 
+class Evaluate(Section):
+    path: str = Field(description="held-out prompts, in the form of data.path")
+    every: PositiveInt = Field(1, description="steps from one evaluation to the next; the first is before training, the last at its end")
+    n_samples_per_prompt: PositiveInt = Field(1, description="samples of one prompt")
+    temperature: PositiveFloat | None = Field(None, description="default: rollout.temperature")
+    greedy: Flag = Field(False, description="take the likeliest token instead of sampling")
+    max_prompts: PositiveInt | None = Field(None, description="use the first so many; default: all")
+    in_bubbles: Flag = Field(
+        True,
+        description="on: only engines with nothing else to do evaluate, and new weights end what is unfinished (eval/coverage tells); "
+        "off: evaluation comes first and is always complete",
+    )
+
+
 class Checkpoint(Section):
     every: PositiveInt | None = Field(None, description="steps between checkpoints; default: none but the final model")
     keep: PositiveInt = Field(2, description="checkpoints kept")

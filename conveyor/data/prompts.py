@@ -18,8 +18,11 @@ from conveyor.types import Prompt
 log = logging.getLogger(__name__)
 
 
-def load_prompts(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None) -> list[Prompt]:
-    """The usable prompts of `data.path` (or of `path`, in the same form), `index` counting them in file order.
+def load_prompts(
+    data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None, key: str = "data.path"
+) -> list[Prompt]:
+    """The usable prompts of `data.path` (or of `path`, in the same form, which the recipe names in `key`), `index` counting
+    them in file order.
 
     All of them have the same `columns`: one that a row lacks is None there.
     A prompt of `data.max_prompt_length` tokens or more is dropped and counted in the log, or an error, as `data.on_long` says.
@@ -29,7 +32,7 @@ def load_prompts(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, pat
     """
     source = path or data.path
     bad, too_long, prompts = BadRows(data.on_bad_row), 0, list[Prompt]()
-    for rows in chunks(read_rows(source, data.split, bad, "data.eval_path" if path else "data.path")):
+    for rows in chunks(read_rows(source, data.split, bad, key)):
         for row, prompt in zip(rows, _prompts(rows, data, tokenizer, bad), strict=True):
             if prompt is None:
                 continue

@@ -102,7 +102,59 @@ class InstallSnapshot:
     version: int
 
 
-Action = Admit | Score | Prepare | Train | Update | Publish | Checkpoint | Finish | InstallEngine | InstallSnapshot
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Sample a held-out prompt on an engine. Answered by one `EvaluationSampled` for each of its samples."""
+
+    engine: int
+    prompt: int
+    """Its place in the evaluation's file."""
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEvaluation:
+    """Run a score part's rewards on the samples of held-out prompts."""
+
+    part: int
+    worker: int
+    version: int
+    prompts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseEvaluation:
+    """A version's evaluation is over: write its line."""
+
+    version: int
+
+
+Action = (
+    Admit
+    | Score
+    | Prepare
+    | Train
+    | Update
+    | Publish
+    | Checkpoint
+    | Finish
+    | InstallEngine
+    | InstallSnapshot
+    | Evaluate
+    | ScoreEvaluation
+    | CloseEvaluation
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSampled:
+    """A sample of a held-out prompt has left its engine."""
+
+    engine: int
+    prompt: int
+    version: int
+    aborted: bool
+    """It made room for new weights and is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +167,9 @@ class SampleFinished:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Any action but `Admit` has been carried out."""
+    """Any action but `Admit` and `Evaluate` has been carried out."""
 
     action: Action
 
 
-Event = SampleFinished | Done
+Event = SampleFinished | EvaluationSampled | Done

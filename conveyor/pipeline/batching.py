@@ -2,7 +2,8 @@
 
 An update's samples are fixed by prompt order before anything is sampled, so several updates a step
 mean the same whatever arrives first. Within an update, micro-batches are cut by prompt order, or
-filled in the order samples finish.
+filled in the order samples finish. Where a step is made of the groups that finish first
+(`membership.py`), its updates are filled one after the other.
 """
 
 from __future__ import annotations
@@ -30,28 +31,41 @@ class UpdateBatcher:
     All have `size` samples but the last, so their number is known from the start.
     """
 
-    def __init__(self, step: int, update: int, samples: tuple[SampleId, ...], size: int, order: Literal["prompt", "completion"]) -> None:
-        self.step, self.update, self.samples, self.size, self.order = step, update, samples, size, order
-        self.count = -(-len(samples) // size)
-        self._position = {sample: place for place, sample in enumerate(samples)}
+    def __init__(
+        self, step: int, update: int, total: int, size: int, order: Literal["prompt", "completion"], samples: tuple[SampleId, ...] | None
+    ) -> None:
+        """Args:
+        total: samples of the update.
+        samples: which; None: those that finish first.
+        """
+        self.step, self.update, self.total, self.size, self.order = step, update, total, size, order
+        self.samples = samples
+        self.count = -(-total // size)
+        self._position = None if samples is None else {sample: place for place, sample in enumerate(samples)}
         self._finished: set[SampleId] = set()
         self._open: list[SampleId] = []
         self._made = 0
 
+    @property
+    def full(self) -> bool:
+        return len(self._finished) == self.total
+
     def finish(self, sample: SampleId) -> MicroBatch | None:
         """Note a finished sample; returns the micro-batch that it completes, if any."""
-        assert sample in self._position and sample not in self._finished, f"{sample} finished twice or in a foreign update"
+        known = self._position is None or sample in self._position
+        assert known and sample not in self._finished and not self.full, f"{sample} finished twice or in a foreign update"
         self._finished.add(sample)
         return self._by_prompt(sample) if self.order == "prompt" else self._by_completion(sample)
 
     def _by_prompt(self, sample: SampleId) -> MicroBatch | None:
+        assert self.samples is not None and self._position is not None
         number = self._position[sample] // self.size
         members = self.samples[number * self.size : (number + 1) * self.size]
         return self._make(number, members) if self._finished.issuperset(members) else None
 
     def _by_completion(self, sample: SampleId) -> MicroBatch | None:
         self._open.append(sample)
-        if len(self._open) < self.size and len(self._finished) < len(self.samples):
+        if len(self._open) < self.size and not self.full:
             return None
         members, self._open = tuple(self._open), []
         return self._make(self._made, members)
@@ -62,8 +76,18 @@ class UpdateBatcher:
 
 
 def cut_into_updates(
-    step: int, samples: tuple[SampleId, ...], samples_per_update: int, size: int, order: Literal["prompt", "completion"]
+    step: int,
+    total: int,
+    samples_per_update: int,
+    size: int,
+    order: Literal["prompt", "completion"],
+    samples: tuple[SampleId, ...] | None = None,
 ) -> tuple[UpdateBatcher, ...]:
-    """The updates of a step. A short step has fewer, and its last one may be short."""
-    cuts = range(0, len(samples), samples_per_update)
-    return tuple(UpdateBatcher(step, u, samples[cut : cut + samples_per_update], size, order) for u, cut in enumerate(cuts))
+    """The updates of a step of `total` samples; `samples`: which ones, where that is known. A short step has fewer updates,
+    and its last one may be short."""
+
+    def update(number: int, first: int) -> UpdateBatcher:
+        end = min(first + samples_per_update, total)
+        return UpdateBatcher(step, number, end - first, size, order, None if samples is None else samples[first:end])
+
+    return tuple(update(number, first) for number, first in enumerate(range(0, total, samples_per_update)))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -23,7 +23,9 @@ from conveyor.pipeline.actions import (
     Action,
     Admit,
     Checkpoint,
+    CloseEvaluation,
     Done,
+    Evaluate,
     Event,
     Finish,
     InstallEngine,
@@ -32,15 +34,17 @@ from conveyor.pipeline.actions import (
     Publish,
     SampleFinished,
     Score,
+    ScoreEvaluation,
     Train,
     Update,
 )
+from conveyor.pipeline.held_out import HeldOut
 from conveyor.pipeline.ledger import Ledger
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.scheduler import Scheduler
-from conveyor.run_folder import RunFolder
+from conveyor.run_folder import RunFolder, write_untrained
 from conveyor.types import Prompt, SampleId
-from conveyor.workers.reports import MicroBatchKey, Publication, SampleReport, SampleRow, Span
+from conveyor.workers.reports import EvaluationAborted, MicroBatchKey, Publication, SampleDone, SampleReport, SampleRow, Span
 from conveyor.workers.start import Workers
 
 SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic"}
@@ -57,12 +61,25 @@ class SyncError(RunError):
 class Executor:
     """One run of a scheduler on a set of workers. `await run()` once."""
 
-    def __init__(self, scheduler: Scheduler, workers: Workers, order: PromptOrder, recorder: Recorder, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        workers: Workers,
+        order: PromptOrder,
+        recorder: Recorder,
+        folder: RunFolder,
+        held_out: Sequence[Prompt] = (),
+    ) -> None:
+        """held_out: prompts of the evaluation."""
         self.scheduler, self.workers, self.order, self.recorder, self.folder = scheduler, workers, order, recorder, folder
         self.plan = scheduler.plan
         self.recipe = recorder.recipe
         self.ledger = Ledger(self.recipe)
-        self._prompts: dict[int, Prompt] = {}
+        self.held_out = HeldOut(self.recipe, self.plan, held_out)
+        self._prompts: tuple[int, dict[int, Prompt]] = (-1, {})
+        """(step, its prompts by group), of the step last admitted from."""
+        self._open_samples: dict[int, list[tuple[int, SampleDone]]] = defaultdict(list)
+        """Group whose step is not known yet → (engine, report) of its finished samples."""
         self._holders: dict[MicroBatchKey, int] = {}
         self._publications: dict[str, Publication] = {}
         self._checkpointed: Counter[int] = Counter()
@@ -81,6 +98,9 @@ class Executor:
             InstallSnapshot: self._install_snapshot,
             Checkpoint: self._checkpoint,
             Finish: self._finish,
+            Evaluate: self._evaluate,
+            ScoreEvaluation: self._score_evaluation,
+            CloseEvaluation: self._close_evaluation,
         }
 
     async def run(self) -> None:
@@ -95,6 +115,8 @@ class Executor:
                 if isinstance(event, BaseException):
                     raise event
                 self.scheduler.handle(event)
+                if isinstance(event, SampleFinished):
+                    self._record_samples(event.id.group)
                 self._launch()
         finally:
             for task in self._tasks:
@@ -117,15 +139,17 @@ class Executor:
         except Exception as error:
             self._events.put_nowait(error)
         else:
-            if not isinstance(action, Admit):
+            if not isinstance(action, (Admit, Evaluate)):
                 self._events.put_nowait(Done(action))
 
     def _worker_of(self, action: Action) -> str:
         match action:
-            case Admit(engine, _, _) | InstallEngine(engine, _):
+            case Admit(engine, _, _) | InstallEngine(engine, _) | Evaluate(engine, _, _):
                 return f"rollout engine {engine}"
-            case Score(part, worker, _, _) | InstallSnapshot(part, worker, _):
+            case Score(part, worker, _, _) | InstallSnapshot(part, worker, _) | ScoreEvaluation(part, worker, _, _):
                 return f"score worker {worker} of group {self.plan.parts[part].group}"
+            case CloseEvaluation():
+                raise AssertionError("runs on no worker")
             case _:
                 return f"a train worker of group {self.plan.train_groups[action.train_group].group}"
 
@@ -137,10 +161,11 @@ class Executor:
     # ── rollout ──────────────────────────────────────────────────────────────────────────────────
 
     async def _admit(self, action: Admit) -> None:
-        if action.group not in self._prompts:
-            self._prompts |= {prompt.index: prompt for prompt in self.order[action.step]}
-        self.recorder.admitted(action.engine, (SampleId(action.group, k) for k in range(self.plan.samples_per_group)))
-        await self.workers.engines[action.engine].submit.remote(self._prompts.pop(action.group), self.plan.samples_per_group)
+        if self._prompts[0] != action.step:
+            self._prompts = action.step, {prompt.index: prompt for prompt in self.order[action.step]}
+        prompt, n = self._prompts[1][action.group], self.plan.samples_per_group
+        self.recorder.admitted(action.engine, (SampleId(action.group, k) for k in range(n)))
+        await self.workers.engines[action.engine].submit.remote(prompt, n)
 
     async def _listen(self, number: int) -> None:
         """Samples leave an engine as they finish: a small report, then the reference of the rollout."""
@@ -148,14 +173,28 @@ class Executor:
             stream = self.workers.engines[number].stream.remote()
             async for reference in stream:
                 done = await reference
-                self.ledger.add_rollout(done.id, await anext(stream))
-                self.recorder.sample(number, done)
-                self._events.put_nowait(SampleFinished(number, done.id, done.oldest_version))
+                if isinstance(done, EvaluationAborted):
+                    self.recorder.evaluated(number, done.version, done.span)
+                    self._events.put_nowait(self.held_out.aborted(number, done))
+                elif done.id.group < 0:
+                    self.recorder.evaluated(number, done.oldest_version, done.span)
+                    self._events.put_nowait(self.held_out.sampled(number, done, await anext(stream)))
+                else:
+                    self.ledger.add_rollout(done.id, await anext(stream))
+                    self._open_samples[done.id.group].append((number, done))
+                    self._events.put_nowait(SampleFinished(number, done.id, done.oldest_version))
             raise RuntimeError(f"rollout engine {number} ended its stream before the run was over")
         except RayActorError:
             self._events.put_nowait(self._died(f"rollout engine {number}"))
         except Exception as error:
             self._events.put_nowait(error)
+
+    def _record_samples(self, group: int) -> None:
+        """The events of a group's samples, as soon as its step is known."""
+        step = self.scheduler.membership.step_of(group)
+        if step is not None:
+            for engine, done in self._open_samples.pop(group, ()):
+                self.recorder.sample(engine, step, done)
 
     # ── score ────────────────────────────────────────────────────────────────────────────────────
 
@@ -166,6 +205,21 @@ class Executor:
         report, scores = worker.score.options(num_returns=2).remote(part.roles, rollouts)
         self.ledger.add_score(action.key, action.part, scores)
         self.recorder.scored(part, action.worker, action.key, await report)
+
+    # ── evaluation ───────────────────────────────────────────────────────────────────────────────
+
+    async def _evaluate(self, action: Evaluate) -> None:
+        await self.workers.engines[action.engine].evaluate.remote(*self.held_out.submission(action))
+
+    async def _score_evaluation(self, action: ScoreEvaluation) -> None:
+        part = self.plan.parts[action.part]
+        worker = self.workers.scorers[part.group][action.worker]
+        report, scores = worker.score.options(num_returns=2).remote(part.rewards, self.held_out.rollouts(action))
+        self.held_out.scored(action, dict((await scores).rewards))
+        self.recorder.scored_evaluation(part, action.worker, action.version, await report)
+
+    async def _close_evaluation(self, action: CloseEvaluation) -> None:
+        self.recorder.close_evaluation(self.held_out.close(action.version))
 
     # ── train ────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,4 +296,5 @@ class Executor:
         self.recorder.checkpointed(action.train_group, action.step, Span(start, time.time()))
         self._checkpointed[action.step] += 1
         if self._checkpointed[action.step] == len(self.plan.train_groups):
+            write_untrained(aside, *self.scheduler.membership.untrained(action.step))
             self.folder.commit_checkpoint(action.step, self.recipe.checkpoint.keep)

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from conveyor.checks import check_online, devices_per_worker, planned_devices
+from conveyor.checks import check_online, devices_per_worker, load_held_out, planned_devices
 from conveyor.config import OnlineRecipe, RunError, UserError
 from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.executor import Executor
@@ -23,8 +23,8 @@ from conveyor.pipeline.scheduler import Scheduler
 from conveyor.report.events import read_events
 from conveyor.report.page import write_report
 from conveyor.report.progress import RunProgress
-from conveyor.report.timeline import write_trace
-from conveyor.run_folder import RunFolder
+from conveyor.report.trace import write_trace
+from conveyor.run_folder import RunFolder, read_untrained
 from conveyor.workers.placement import Placement
 from conveyor.workers.start import Workers, start_workers
 
@@ -70,19 +70,28 @@ def run_placed(
     folder.rewind(checkpoint[0] if checkpoint else 0)
     step_groups = [len(order[step]) for step in range(len(order))]
     slots = {group: placement.slots(group) for group in placement.devices}
-    plan = run_plan(recipe, step_groups, slots, start_step=checkpoint[0] if checkpoint else 0, engines=len(engines) if engines else None)
+    held_out = load_held_out(recipe)
+    plan = run_plan(
+        recipe,
+        step_groups,
+        slots,
+        start_step=checkpoint[0] if checkpoint else 0,
+        engines=len(engines) if engines else None,
+        evaluation_prompts=len(held_out),
+        untrained=read_untrained(checkpoint[1]) if checkpoint else None,
+    )
     trained = [(group.group, group.roles) for group in plan.train_groups]
     workers = start_workers(recipe, placement, trained, _total_updates(plan), engines)
     with RunProgress(recipe.method, total=len(order), done=plan.start_step) as progress:
-        workers.ready(progress.ready)
+        clocks = workers.ready(progress.ready)
         if checkpoint:
             _on_every_rank(workers, "load_checkpoint", str(checkpoint[1]))
         if gradient_folder is not None:
             _on_every_rank(workers, "record_gradient", str(gradient_folder.absolute()))
-        recorder = Recorder(recipe, plan, folder, progress.step)
+        recorder = Recorder(recipe, plan, folder, progress.step, clocks)
         try:
             if plan.start_step < len(order):
-                asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder).run())
+                asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder, held_out).run())
         finally:
             recorder.close()
     write_trace(read_events(folder.events), folder.trace)

@@ -22,6 +22,7 @@ from conveyor.report.progress import MetricsLog
 from conveyor.report.timeline import busy_bound, step_idle
 from conveyor.run_folder import RunFolder
 from conveyor.types import SampleId
+from conveyor.workers.clocks import Clocks
 from conveyor.workers.reports import (
     InstallReport,
     MicroBatchKey,
@@ -58,13 +59,22 @@ class _Worker:
 class Recorder:
     """Writes events.jsonl, samples.jsonl and metrics.jsonl; calls `on_step(row)` for each finished step."""
 
-    def __init__(self, recipe: OnlineRecipe, plan: RunPlan, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        recipe: OnlineRecipe,
+        plan: RunPlan,
+        folder: RunFolder,
+        on_step: Callable[[dict[str, Any]], None],
+        clocks: Clocks | None = None,
+    ) -> None:
         self.recipe, self.plan, self.on_step = recipe, plan, on_step
+        self._clock_offsets = _clock_offsets(plan, clocks or Clocks())
         # A resumed run's clock goes on where its earlier events end.
         earlier = read_events(folder.events) if folder.events.exists() else []
         self._zero = time.time() - max((event.end for event in earlier), default=0.0)
         self._events = EventLog(folder.events)
         self._metrics = MetricsLog(folder.metrics)
+        self._evaluations = MetricsLog(folder.evaluations)
         self._samples_file = folder.samples.open("a", encoding="utf-8")
         self._recent: list[Event] = []
         self._last_of_device: dict[str, Event] = {}
@@ -79,13 +89,28 @@ class Recorder:
     def close(self) -> None:
         self._events.close()
         self._metrics.close()
+        self._evaluations.close()
         self._samples_file.close()
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
-    def _event(self, worker: _Worker, role: str, task: str, span: Span, *, step: int, version: int, micro_batch: int | None = None) -> None:
-        start, end = span.start - self._zero, span.end - self._zero
-        event = Event(worker.group, worker.name, role, task, step + 1, micro_batch, version, start, end, worker.device)
+    def _event(
+        self,
+        worker: _Worker,
+        role: str,
+        task: str,
+        span: Span,
+        *,
+        step: int,
+        version: int,
+        micro_batch: int | None = None,
+        samples: Iterable[SampleId] = (),
+    ) -> None:
+        """`span` is of the worker's clock."""
+        zero = self._zero + self._clock_offsets.get(worker, 0.0)
+        names = tuple((sample.group, sample.sample) for sample in samples)
+        start, end = span.start - zero, span.end - zero
+        event = Event(worker.group, worker.name, role, task, step + 1, micro_batch, version, start, end, worker.device, names)
         self._recent.append(event)
         self._last_of_device[worker.device] = event
         self._events.append(event)
@@ -97,10 +122,10 @@ class Recorder:
             self._window_start = now
         self._in_flight |= {sample: (engine, now) for sample in samples}
 
-    def sample(self, engine: int, done: SampleDone) -> None:
+    def sample(self, engine: int, step: int, done: SampleDone) -> None:
         worker = _Worker("rollout", self.plan.rollout_group, engine)
         self._in_flight.pop(done.id, None)
-        self._event(worker, "rollout", "rollout", done.span, step=self._step_of(done.id.group), version=done.newest_version)
+        self._event(worker, "rollout", "rollout", done.span, step=step, version=done.newest_version, samples=[done.id])
 
     def scored(self, part: ScorePart, worker: int, key: MicroBatchKey, report: ScoreReport) -> None:
         where, roles = _Worker("score", part.group, worker), "+".join(part.roles)
@@ -108,8 +133,20 @@ class Recorder:
         failures: Metrics = {"reward/timeouts": Mean(report.timeouts, 1), "reward/errors": Mean(report.errors, 1)}
         self._failures[key.step] = merge([self._failures[key.step], failures])
 
+    def evaluated(self, engine: int, version: int, span: Span) -> None:
+        """A sample of a held-out prompt, finished or not."""
+        self._event(_Worker("rollout", self.plan.rollout_group, engine), "rollout", "evaluate", span, step=version, version=version)
+
+    def scored_evaluation(self, part: ScorePart, worker: int, version: int, report: ScoreReport) -> None:
+        where, roles = _Worker("score", part.group, worker), "+".join(part.rewards)
+        self._event(where, roles, "evaluate", report.span, step=version, version=version)
+
+    def close_evaluation(self, line: dict[str, Any]) -> None:
+        self._evaluations.append(line)
+
     def prepared(self, train_group: int, key: MicroBatchKey, reports: Sequence[PrepareReport]) -> None:
-        self._on_ranks(train_group, "prepare", key.step, [report.span for report in reports], self._number(key))
+        samples = [[sample.id for sample in report.samples] for report in reports]
+        self._on_ranks(train_group, "prepare", key.step, [report.span for report in reports], self._number(key), samples)
 
     def trained(self, train_group: int, key: MicroBatchKey, reports: Sequence[TrainReport]) -> None:
         self._train_metrics[key.step] += [report.metrics for report in reports]
@@ -125,28 +162,32 @@ class Recorder:
         self._on_ranks(train_group, "publish", publication.version - 1, [publication.span])
 
     def checkpointed(self, train_group: int, step: int, span: Span) -> None:
-        self._on_ranks(train_group, "checkpoint", step - 1, [span])
+        """`span` is of the driver's clock."""
+        ahead = self._clock_offsets.get(_Worker("train", self.plan.train_groups[train_group].group, 0), 0.0)
+        self._on_ranks(train_group, "checkpoint", step - 1, [Span(span.start + ahead, span.end + ahead)])
 
     def installed(self, group: str, role: str, worker: int, report: InstallReport) -> None:
         where = _Worker("rollout" if role == "rollout" else "score", group, worker)
         self._event(where, role, "install", report.span, step=report.version - 1, version=report.version)
 
-    def _on_ranks(self, train_group: int, task: str, step: int, spans: Sequence[Span], micro_batch: int | None = None) -> None:
+    def _on_ranks(
+        self,
+        train_group: int,
+        task: str,
+        step: int,
+        spans: Sequence[Span],
+        micro_batch: int | None = None,
+        samples: Sequence[Sequence[SampleId]] | None = None,
+    ) -> None:
+        """`samples`: each rank's share, where the task tells."""
         group = self.plan.train_groups[train_group]
-        for rank, span in enumerate(spans):
-            worker = _Worker("train", group.group, rank)
-            self._event(worker, "+".join(group.roles), task, span, step=step, micro_batch=micro_batch, version=step)
+        for rank, (span, share) in enumerate(zip(spans, samples or [[]] * len(spans), strict=True)):
+            worker, roles = _Worker("train", group.group, rank), "+".join(group.roles)
+            self._event(worker, roles, task, span, step=step, micro_batch=micro_batch, version=step, samples=share)
 
     def _number(self, key: MicroBatchKey) -> int:
         """Micro-batches are counted through the updates of their step."""
         return key.update * -(-self.plan.samples_per_update // self.plan.micro_batch_size) + key.number
-
-    def _step_of(self, group: int) -> int:
-        for step, groups in enumerate(self.plan.step_groups):
-            if group < groups:
-                return step
-            group -= groups
-        raise AssertionError("a sample of no step")
 
     # ── a step's end ─────────────────────────────────────────────────────────────────────────────
 
@@ -231,6 +272,14 @@ class Recorder:
                     "finish_reason": row.finish_reason, **row.extra}  # fmt: skip
             self._samples_file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._samples_file.flush()
+
+
+def _clock_offsets(plan: RunPlan, clocks: Clocks) -> dict[_Worker, float]:
+    offsets = {_Worker("rollout", plan.rollout_group, i): offset for i, offset in enumerate(clocks.engines)}
+    offsets |= {_Worker("score", group, i): offset for group, some in clocks.scorers.items() for i, offset in enumerate(some)}
+    for group, ranks in zip(plan.train_groups, clocks.trainers, strict=False):
+        offsets |= {_Worker("train", group.group, rank): offset for rank, offset in enumerate(ranks)}
+    return offsets
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -17,6 +17,8 @@ class ScorePart:
     roles: tuple[str, ...]
     versioned: bool
     """Holds snapshots: step s is scored with version s exactly, the policy its training starts from."""
+    rewards: tuple[str, ...] = ()
+    """Those of `roles` that are rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,17 @@ class TrainGroup:
 
     group: str
     roles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """What is sampled to evaluate a version, and when."""
+
+    prompts: int
+    samples_per_prompt: int = 1
+    every: int = 1
+    """Versions from one evaluation to the next; the last is always evaluated."""
+    in_bubbles: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +67,14 @@ class RunPlan:
     waits_for_update: bool = False
     """Advantages are whitened over the update."""
     start_step: int = 0
+    carried: tuple[int, ...] = ()
+    """Groups that an earlier run had admitted and not trained when it was saved: they come first."""
+    next_group: int | None = None
+    """The first group after those; default: the first of `start_step`."""
     initial_sync: bool = False
     """Publish the trainer's weights before the first rollout: after a resume, for snapshots, for engines that held others."""
     checkpoint_every: int | None = None
+    evaluation: EvaluationPlan | None = None
 
     def resource(self, group: str) -> str:
         """What tasks on a device group exclude one another by: without overlap, everything."""
@@ -64,13 +82,21 @@ class RunPlan:
 
 
 def run_plan(
-    recipe: OnlineRecipe, step_groups: Sequence[int], slots: dict[str, int], start_step: int = 0, engines: int | None = None
+    recipe: OnlineRecipe,
+    step_groups: Sequence[int],
+    slots: dict[str, int],
+    start_step: int = 0,
+    engines: int | None = None,
+    evaluation_prompts: int = 0,
+    untrained: tuple[tuple[int, ...], int] | None = None,
 ) -> RunPlan:
     """The plan of a recipe.
 
     Args:
         slots: device group → workers of one kind that it has room for.
         engines: rollout engines that run already and hold other weights; default: one a slot, freshly loaded.
+        evaluation_prompts: held-out prompts.
+        untrained: what a checkpoint says of groups in flight (`Membership.untrained`).
     """
     parts = score_parts(recipe)
     trained = train_groups(recipe)
@@ -95,7 +121,15 @@ def run_plan(
         start_step=start_step,
         initial_sync=start_step > 0 or engines is not None or bool(recipe.snapshot_roles),
         checkpoint_every=recipe.checkpoint.every,
+        evaluation=_evaluation_plan(recipe, evaluation_prompts),
+        carried=untrained[0] if untrained else (),
+        next_group=untrained[1] if untrained else None,
     )
+
+
+def _evaluation_plan(recipe: OnlineRecipe, prompts: int) -> EvaluationPlan | None:
+    section = recipe.evaluate
+    return None if section is None else EvaluationPlan(prompts, section.n_samples_per_prompt, section.every, section.in_bubbles)
 
 
 def score_parts(recipe: OnlineRecipe) -> tuple[ScorePart, ...]:
@@ -106,7 +140,12 @@ def score_parts(recipe: OnlineRecipe) -> tuple[ScorePart, ...]:
         snapshot = role in recipe.snapshot_roles
         parts.setdefault((recipe.role_group(role), snapshot and split), []).append(role)
     return tuple(
-        ScorePart(group, tuple(roles), versioned=any(role in recipe.snapshot_roles for role in roles))
+        ScorePart(
+            group,
+            tuple(roles),
+            versioned=any(role in recipe.snapshot_roles for role in roles),
+            rewards=tuple(reward.name for reward in recipe.rewards if reward.name in roles),
+        )
         for (group, _), roles in sorted(parts.items())
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ class WorkerInfo:
     node: str
     pid: int
     device: str
+    time: float = field(default_factory=time.time)
+    """Its clock when it answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,16 @@ class SampleDone:
     newest_version: int
     span: Span
     """From admission to the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationAborted:
+    """A sample of an evaluation has made room for new weights; no Rollout follows."""
+
+    id: SampleId
+    version: int
+    """That was to be evaluated."""
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)

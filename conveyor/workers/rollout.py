@@ -27,8 +27,8 @@ import xxhash
 from torch import Tensor
 
 from conveyor.config import UserError, sections
-from conveyor.types import FinishReason, Prompt, Rollout
-from conveyor.workers.reports import InstallReport, Publication, SampleDone, Span, WorkerInfo
+from conveyor.types import FinishReason, Prompt, Rollout, SampleId
+from conveyor.workers.reports import EvaluationAborted, InstallReport, Publication, SampleDone, Span, WorkerInfo
 from conveyor.workers.weight_sync import checked, read
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class _Request:
     deliver: Callable[[Rollout, Span], None]
     start: float
     version: int
+    evaluation: bool = False
+    """Gives way to an install."""
     engine_id: str = ""
     installs: list[tuple[int, int]] = field(default_factory=list)
     """(tokens sampled so far, policy version of the following ones) for each install it lived through."""
@@ -90,7 +92,7 @@ class RolloutWorker:
         self._requests: dict[str, _Request] = {}
         self._count = 0
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[SampleDone | Rollout | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[SampleDone | Rollout | EvaluationAborted | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _ended against _commands
         self._ended = False
         self._failure: BaseException | None = None
@@ -109,9 +111,14 @@ class RolloutWorker:
         """Start `n` samples of a prompt; they leave through `stream` as they finish, in any order."""
         self._command(partial(self._add, prompt, n, None, self._to_stream))
 
+    def evaluate(self, prompt: Prompt, n: int, version: int, temperature: float | None = None) -> None:
+        """Like `submit`, but the samples are of this version or none: an install ends those that are not finished, and an
+        EvaluationAborted leaves through `stream` in the place of each. Temperature 0 takes the likeliest token."""
+        self._command(partial(self._add_evaluation, prompt, n, version, temperature))
+
     @ray.method(num_returns="streaming")
-    def stream(self) -> Iterator[SampleDone | Rollout]:
-        """For each finished sample of `submit` its SampleDone and then its Rollout, until `close` or `renew`.
+    def stream(self) -> Iterator[SampleDone | Rollout | EvaluationAborted]:
+        """For each finished sample of `submit` and `evaluate` its SampleDone and then its Rollout, until `close` or `renew`.
 
         Raises:
             RolloutError: the engine has failed.
@@ -241,14 +248,31 @@ class RolloutWorker:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _add(self, prompt: Prompt, n: int, temperature: float | None, deliver: Callable[[Rollout, Span], None]) -> None:
+    def _add(
+        self, prompt: Prompt, n: int, temperature: float | None, deliver: Callable[[Rollout, Span], None], evaluation: bool = False
+    ) -> None:
         for sample in range(n):
-            request = _Request(prompt, sample, deliver, time.time(), self._version)
+            request = _Request(prompt, sample, deliver, time.time(), self._version, evaluation)
             params = self._params(temperature, sample_seed(self._seed, prompt.index, sample))
             name = str(self._count)
             self._count += 1
             request.engine_id = self._engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, params)
             self._requests[name] = request
+
+    def _add_evaluation(self, prompt: Prompt, n: int, version: int, temperature: float | None) -> None:
+        if version == self._version:
+            self._add(prompt, n, temperature, self._to_stream, evaluation=True)
+            return
+        now = time.time()  # an install that was called later came first
+        for sample in range(n):
+            self._finished.put(EvaluationAborted(SampleId(prompt.index, sample), version, Span(now, now)))
+
+    def _abort_evaluations(self) -> None:
+        for name, request in [(name, request) for name, request in self._requests.items() if request.evaluation]:
+            self._engine.abort_request([name])
+            del self._requests[name]
+            span = Span(request.start, time.time())
+            self._finished.put(EvaluationAborted(SampleId(request.prompt.index, request.sample), request.version, span))
 
     def _finish(self, output: Any) -> None:
         """`output`: a finished vLLM RequestOutput, as FINAL_ONLY gives no others."""
@@ -272,6 +296,7 @@ class RolloutWorker:
 
     def _install(self, publication: Publication) -> InstallReport:
         start = time.time()
+        self._abort_evaluations()
         mismatched: list[str] = []
         weights = checked(read(publication), publication.checksums, mismatched)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})

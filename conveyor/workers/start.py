@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from conveyor.config import OnlineRecipe, RunError
+from conveyor.workers.clocks import Clocks, clock_offset
 from conveyor.workers.placement import Placement
 from conveyor.workers.rollout import RolloutWorker
 from conveyor.workers.score import ScoreWorker
@@ -28,12 +29,13 @@ class Workers:
     trainers: list[list[Any]]
     """Ranks of each train group, in the order of the plan."""
 
-    def ready(self, on_ready: Callable[[str], None] = lambda name: None) -> None:
-        """Block until every worker has loaded its models; a worker's exception is raised here."""
+    def ready(self, on_ready: Callable[[str], None] = lambda name: None) -> Clocks:
+        """Block until every worker has loaded its models, then compare clocks; a worker's exception is raised here."""
         named = [(f"rollout {i}", engine) for i, engine in enumerate(self.engines)]
         named += [(f"score {group} {i}", worker) for group, workers in self.scorers.items() for i, worker in enumerate(workers)]
         named += [(f"train {i}.{rank}", worker) for i, ranks in enumerate(self.trainers) for rank, worker in enumerate(ranks)]
         asyncio.run(_all_ready(named, on_ready))
+        return asyncio.run(_clocks(self))
 
 
 async def _all_ready(named: list[tuple[str, Any]], on_ready: Callable[[str], None]) -> None:
@@ -45,6 +47,20 @@ async def _all_ready(named: list[tuple[str, Any]], on_ready: Callable[[str], Non
         on_ready(name)
 
     await asyncio.gather(*(one(name, worker) for name, worker in named))
+
+
+async def _clocks(workers: Workers) -> Clocks:
+    async def offset(worker: Any) -> float:
+        async def read() -> float:
+            return float((await worker.ready.remote()).time)  # once ready, it answers at once
+
+        return await clock_offset(read)
+
+    async def offsets(some: list[Any]) -> tuple[float, ...]:
+        return tuple(await asyncio.gather(*(offset(worker) for worker in some)))
+
+    scorers = {group: await offsets(some) for group, some in workers.scorers.items()}
+    return Clocks(await offsets(workers.engines), scorers, tuple([await offsets(ranks) for ranks in workers.trainers]))
 
 
 def _last_line(error: Exception) -> str:

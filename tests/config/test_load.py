@@ -70,7 +70,10 @@ def test_the_reference_is_not_placed_without_kl() -> None:
         ({"train": {"adam_betas": [1.5, 0.9]}}, "train.adam_betas.0: Input should be less than 1"),
         ({"pipeline": {"overlap": "yes"}}, "pipeline.overlap: Input should be a valid boolean"),
         ({"rollout": {"stop": [""]}}, "rollout.stop.0: "),
-        ({"data": {"path": "d", "eval_path": "e"}}, "data.eval_path: grpo does not evaluate"),
+        (
+            {"data": {"path": "d", "eval_path": "e"}},
+            "data.eval_path: grpo evaluates by sampling: name the held-out prompts in evaluate.path",
+        ),
         ({"devices": {"rollout": 1, "score": 1, "train": 1, "spare": 1}}, "devices.spare: no role is placed on this group"),
         ({"rewards": [{"name": "timeouts", "model": "x"}]}, "rewards: timeouts is the name of"),
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: "),

@@ -103,7 +103,7 @@ def run(engine: Any, restored: None) -> Callable[[OnlineRecipe], Finished]:
         assert recipe.devices is not None
         devices = {group: count for group, count in recipe.devices.items() if group != "rollout"}
         with Placement.create(devices, recipe.ray) as placement:
-            run_placed(recipe, order, placement, engines=[engine])
+            run_placed(recipe, order, placement, engines=[engine], gradient_folder=Path(recipe.output_dir) / "gradient")
         return Finished(RunFolder(recipe.output_dir))
 
     return go

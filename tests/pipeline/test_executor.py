@@ -208,7 +208,7 @@ def test_metrics_samples_and_events_are_written(tmp_path: Path, caplog: pytest.L
     tasks = {json.loads(line)["task"] for line in folder.events.read_text().splitlines()}
     assert {"rollout", "score", "prepare", "train", "update", "publish", "install"} <= tasks
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_2", "step_3"]
-    assert sorted(path.name for path in (folder.checkpoints / "step_3").iterdir()) == ["complete", "rank0", "rank1"]
+    assert sorted(path.name for path in (folder.checkpoints / "step_3").iterdir()) == ["complete", "groups.json", "rank0", "rank1"]
 
 
 def test_metrics_of_a_slow_critic_on_its_own_group_are_in_its_step(tmp_path: Path) -> None:

@@ -6,8 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conveyor.pipeline.actions import Admit, Done, InstallEngine, InstallSnapshot, Prepare, Publish, SampleFinished, Score, Train, Update
-from conveyor.pipeline.run_plan import RunPlan, ScorePart, TrainGroup
+from conveyor.pipeline.actions import (
+    Admit,
+    CloseEvaluation,
+    Done,
+    Evaluate,
+    EvaluationSampled,
+    InstallEngine,
+    InstallSnapshot,
+    Prepare,
+    Publish,
+    SampleFinished,
+    Score,
+    ScoreEvaluation,
+    Train,
+    Update,
+)
+from conveyor.pipeline.run_plan import EvaluationPlan, RunPlan, ScorePart, TrainGroup
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.types import SampleId
 
@@ -24,9 +39,12 @@ class World:
         self.engine_version = [first] * plan.engines
         self.engine_load = [0] * plan.engines
         self.snapshots: dict[tuple[int, int], int] = {}
+        self.sampled: dict[SampleId, int] = {}
         self.trained: Counter[tuple[int, int, SampleId]] = Counter()
         self.weights = [plan.start_step * 1000] * len(plan.train_groups)  # changes with every update
         self.stage_on: dict[str, Counter[str]] = {}
+        self.evaluated: Counter[tuple[int, int]] = Counter()  # (version, prompt) → samples scored by every reward part
+        self.closed: list[int] = []
 
     def run(self, choose) -> None:
         self._take(self.scheduler.actions())
@@ -45,30 +63,50 @@ class World:
             self._occupy(action, +1)
             match action:
                 case Admit(engine, group, step):
-                    assert 0 <= step - self.engine_version[engine] <= self.plan.max_staleness
+                    if self.plan.order == "prompt":
+                        assert 0 <= step - self.engine_version[engine] <= self.plan.max_staleness
                     self.engine_load[engine] += self.plan.samples_per_group
                     assert self.engine_load[engine] <= self.plan.engine_slots
                     for sample in range(self.plan.samples_per_group):
                         self.pending.append(SampleFinished(engine, SampleId(group, sample), self.engine_version[engine]))
                     continue
+                case Evaluate(engine, prompt, version):
+                    facts = self.plan.evaluation
+                    assert version == self.engine_version[engine]
+                    assert not facts.in_bubbles or self.engine_load[engine] == 0, "only idle engines evaluate"
+                    self.pending += [EvaluationSampled(engine, prompt, version, False) for _ in range(facts.samples_per_prompt)]
+                    continue
                 case InstallEngine(engine, _):
                     if not self.plan.in_flight_update:
                         assert self.engine_load[engine] == 0
+                    self._abort_evaluations(engine)
                 case Score(part, worker, key, _):
                     if self.plan.parts[part].versioned:
                         assert self.snapshots.get((part, worker), self.plan.start_step) == key.step
-                case Train(number, key, _, update, _):
+                case Train(number, key, samples, update, _):
+                    assert all(0 <= key.step - self.sampled[sample] <= self.plan.max_staleness for sample in samples)
                     assert self.weights[number] % 1000 == update and self.weights[number] // 1000 == key.step
             self.pending.append(Done(action))
 
+    def _abort_evaluations(self, engine: int) -> None:
+        for place, event in enumerate(self.pending):
+            if isinstance(event, EvaluationSampled) and event.engine == engine:
+                assert self.plan.evaluation.in_bubbles, "only evaluations in bubbles give way"
+                self.pending[place] = EvaluationSampled(engine, event.prompt, event.version, True)
+
     def _happen(self, event) -> None:
         match event:
-            case SampleFinished(engine, _, _):
+            case SampleFinished(engine, sample, version):
                 self.engine_load[engine] -= 1
+                self.sampled[sample] = version
             case Done(InstallEngine(engine, version)):
                 self.engine_version[engine] = version
             case Done(InstallSnapshot(part, worker, version)):
                 self.snapshots[part, worker] = version
+            case Done(ScoreEvaluation(_, _, version, prompts)):
+                self.evaluated.update((version, prompt) for prompt in prompts)
+            case Done(CloseEvaluation(version)):
+                self.closed.append(version)
             case Done(Train(number, _, samples, update, _)):
                 for sample in samples:
                     self.trained[number, update, sample] += 1
@@ -81,15 +119,15 @@ class World:
 
     def _occupy(self, action, change: int) -> None:
         """Only one stage at a time on a resource (samples occupy until their group is done: checked by load)."""
-        if isinstance(action, (Admit, InstallEngine, Prepare)):
+        if isinstance(action, (Admit, InstallEngine, Prepare, Evaluate, CloseEvaluation)):
             return
         group = (
             self.plan.parts[action.part].group
-            if isinstance(action, (Score, InstallSnapshot))
+            if isinstance(action, (Score, InstallSnapshot, ScoreEvaluation))
             else self.plan.train_groups[action.train_group].group
         )
         stages = self.stage_on.setdefault(self.plan.resource(group), Counter())
-        stages["score" if isinstance(action, (Score, InstallSnapshot)) else "train"] += change
+        stages["score" if isinstance(action, (Score, InstallSnapshot, ScoreEvaluation)) else "train"] += change
         assert sum(count > 0 for count in stages.values()) <= 1
         if self.plan.resource(group) == self.plan.resource(self.plan.rollout_group) and change > 0:
             assert not any(self.engine_load), "engines are sampling on the same group"
@@ -102,18 +140,18 @@ def plans(draw) -> RunPlan:
     updates = draw(st.integers(1, 3))
     whole = groups_per_update * updates
     steps = draw(st.lists(st.sampled_from([whole, whole, max(1, whole - 1)]), min_size=1, max_size=4))
-    parts, workers = [ScorePart("score", ("reward",), False)], [draw(st.integers(1, 2))]
+    parts, workers = [ScorePart("score", ("reward",), False, ("reward",))], [draw(st.integers(1, 2))]
     several = updates > 1 or draw(st.booleans())
     staleness = draw(st.integers(0, 2))
     if several:
         parts.append(ScorePart("score", ("policy_snapshot",), True))
         workers.append(workers[0])
     if draw(st.booleans()):
-        parts.append(ScorePart("other", ("judge",), False))
+        parts.append(ScorePart("other", ("judge",), False, ("judge",)))
         workers.append(1)
     merged = draw(st.sampled_from(["apart", "score+train", "all"]))
     name = {"apart": {}, "score+train": {"score": "train"}, "all": {"score": "train", "rollout": "train"}}[merged]
-    parts = [ScorePart(name.get(part.group, part.group), part.roles, part.versioned) for part in parts]
+    parts = [ScorePart(name.get(part.group, part.group), part.roles, part.versioned, part.rewards) for part in parts]
     apart = draw(st.booleans()) and several
     return RunPlan(
         step_groups=tuple(steps),
@@ -136,7 +174,15 @@ def plans(draw) -> RunPlan:
         start_step=draw(st.integers(0, len(steps) - 1)),
         initial_sync=several,
         checkpoint_every=draw(st.sampled_from([None, 1, 2])),
+        evaluation=draw(evaluations(n, in_bubbles=merged != "all")),
     )
+
+
+@st.composite
+def evaluations(draw, n: int, in_bubbles: bool) -> EvaluationPlan | None:
+    bubbles = in_bubbles and draw(st.booleans())
+    plan = EvaluationPlan(draw(st.integers(1, 3)), draw(st.integers(1, n)), draw(st.integers(1, 2)), bubbles)
+    return draw(st.sampled_from([None, plan]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,6 +196,21 @@ def test_every_sample_is_trained_once_a_pass_within_the_staleness_bound(plan: Ru
         seen = Counter(sample for (line, _, sample), count in world.trained.items() if line == number for _ in range(count))
         assert set(seen) == expected
         assert set(seen.values()) == {plan.update_epochs}
+    if plan.evaluation is not None:
+        check_evaluations(world)
+
+
+def check_evaluations(world: World) -> None:
+    """Every version that is due is closed once; the last is complete, and all are that do not give way."""
+    plan, facts, last = world.plan, world.plan.evaluation, len(world.plan.step_groups)
+    due = [version for version in range(plan.start_step, last + 1) if version % facts.every == 0 or version == last]
+    assert sorted(world.closed) == due
+    parts = sum(bool(part.rewards) for part in plan.parts)
+    assert set(world.evaluated.values()) <= {parts}
+    complete = [version for version in due if all(world.evaluated[version, prompt] for prompt in range(facts.prompts))]
+    assert last in complete
+    if not facts.in_bubbles and plan.max_staleness == 0:
+        assert complete == due
 
 
 @settings(max_examples=30, deadline=None)
@@ -163,6 +224,35 @@ def test_the_same_events_give_the_same_actions(plan: RunPlan, seed: int) -> None
         world.run(rng.randrange)
         logs.append(world.log)
     assert logs[0] == logs[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans(), seed=st.integers(0, 1 << 30))
+def test_evaluation_in_bubbles_changes_nothing_else(plan: RunPlan, seed: int) -> None:
+    """The same events of the training give the same actions of the training at the same moments, with and without it."""
+    import random
+    from dataclasses import replace
+
+    parts = tuple(replace(part, group="other" if part.group == "other" else "score") for part in plan.parts)
+    plan = replace(plan, parts=parts, evaluation=EvaluationPlan(3, 1, 1, True), overlap=True, max_staleness=0,
+                   rollout_group="rollout")  # fmt: skip
+    world, rng, plain = World(plan), random.Random(seed), Scheduler(replace(plan, evaluation=None))
+    plain.actions()
+    world._take(world.scheduler.actions())
+    while not world.scheduler.finished:
+        # A micro-batch of evaluation that is being scored cannot give way: it is over at once here.
+        quick = [i for i, event in enumerate(world.pending) if isinstance(event, Done) and isinstance(event.action, ScoreEvaluation)]
+        event = world.pending.pop(quick[0] if quick else rng.randrange(len(world.pending)))
+        world._happen(event)
+        world.scheduler.handle(event)
+        actions = world.scheduler.actions()
+        world._take(actions)
+        extra = (Evaluate, ScoreEvaluation, CloseEvaluation)
+        if isinstance(event, EvaluationSampled) or (isinstance(event, Done) and isinstance(event.action, extra)):
+            assert all(isinstance(action, extra) for action in actions)
+            continue
+        plain.handle(event)
+        assert [action for action in actions if not isinstance(action, extra)] == plain.actions()
 
 
 def _train_order(plan: RunPlan, seed: int) -> list[tuple[SampleId, ...]]:

@@ -13,7 +13,7 @@ from conveyor.report.progress import MetricsLog
 
 @pytest.fixture
 def run(tmp_path):
-    """Three steps of a second each: 0.6 s rollout, 0.3 s train, 0.1 s install."""
+    """Three steps of a second each: 0.6 s rollout, 0.25 s training, 0.15 s sync."""
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         for step in range(1, 4):
             log.append(
@@ -27,11 +27,13 @@ def run(tmp_path):
                 }
             )
     with EventLog(tmp_path / "events.jsonl") as events:
-        for step in range(3):
-            events.append(Event("rollout", "rollout 0", "rollout", "rollout", step, None, step, step + 0.0, step + 0.5))
-            events.append(Event("rollout", "rollout 0", "rollout", "rollout", step, None, step, step + 0.1, step + 0.6))
-            events.append(Event("train", "train 0", "actor", "train", step, 0, step, step + 0.6, step + 0.9))
-            events.append(Event("rollout", "rollout 0", "rollout", "install", step, None, step + 1, step + 0.9, step + 1.0))
+        for step in range(1, 4):
+            events.append(Event("rollout", "rollout 0", "rollout", "rollout", step, None, step - 1, step + 0.0, step + 0.5))
+            events.append(Event("rollout", "rollout 0", "rollout", "rollout", step, None, step - 1, step + 0.1, step + 0.6))
+            events.append(Event("train", "train 0", "actor", "train", step, 0, step - 1, step + 0.6, step + 0.8))
+            events.append(Event("train", "train 0", "actor", "update", step, None, step - 1, step + 0.8, step + 0.85))
+            events.append(Event("train", "train 0", "actor", "publish", step, None, step - 1, step + 0.85, step + 0.9))
+            events.append(Event("rollout", "rollout 0", "rollout", "install", step, None, step, step + 0.9, step + 1.0))
     (tmp_path / "config.yaml").write_text("method: ppo  # <script>\n")
     return tmp_path
 
@@ -50,8 +52,18 @@ def test_a_report_shows_curves_timeline_and_numbers(run):
     assert rows["reward/mean"] == ["0.1", "0.3", "0.1", "0.3", "0.2"]  # first, last, smallest, largest, mean
     assert rows["kl"] == ["0.01"] * 5
     assert rows["tokens"][0] == "12,345"
-    assert rows["idle share of rollout"] == ["0.3"] and rows["idle share of train"] == ["0.7"]
-    assert rows["bound: rollout busy, plus syncs (seconds)"] == ["2.1"] and rows["efficiency (bound / actual)"] == ["0.7"]
+    assert rows["busy"] == ["70.0%", "30.0%"] and rows["idle: waiting for train"] == ["25.0%", "0.0%"]
+    assert rows["idle: waiting for sync"] == ["5.0%", "10.0%"]
+    assert rows["all"] == ["3", "2.25 rollout", "75%", "12,345", "30.0%", "70.0%"]  # seconds, bound, efficiency, tokens/s, idle
+    assert rows["bound: rollout busy, plus syncs (seconds)"] == ["2.25"] and rows["efficiency (bound / actual)"] == ["0.75"]
+
+
+def test_the_timeline_stands_beside_the_page(run):
+    page = write_report(run).read_text()
+    picture = (run / "timeline.png").read_bytes()
+    assert base64.b64encode(picture).decode("ascii") in page
+    write_report(run, step=2)
+    assert (run / "timeline.png").read_bytes() != picture and "Step 2: who did what when" in (run / "report.html").read_text()
 
 
 def test_a_report_stands_alone_and_escapes_names(run):
@@ -66,6 +78,7 @@ def test_a_run_without_events_has_a_report_too(run):
     (run / "config.yaml").unlink()
     page = write_report(run).read_text()
     assert page.count("data:image/png") == 1 and "<details>" not in page
+    assert not (run / "timeline.png").exists()
 
 
 def test_nothing_to_report_on_is_one_clear_line(tmp_path):

@@ -1,6 +1,5 @@
 """Busy and idle shares, bounds and traces against numbers worked out by hand."""
 
-import itertools
 import json
 
 import pytest
@@ -8,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conveyor.report.events import Event, EventLog, read_events
-from conveyor.report.timeline import busy, busy_bound, covered, step_idle, step_windows, union, write_trace
+from conveyor.report.timeline import (
+    busy,
+    busy_bound,
+    clipped,
+    covered,
+    devices,
+    occupancy,
+    running,
+    step_idle,
+    step_windows,
+    union,
+    workers,
+)
 
 
 def event(group, worker, task, start, end, step=0, micro_batch=None, device=None):
@@ -57,6 +68,12 @@ def test_bound_is_the_busiest_group_plus_sync():
     assert (bound.group, bound.seconds, bound.efficiency) == ("rollout", pytest.approx(5.5), pytest.approx(0.55))
 
 
+def test_evaluation_keeps_devices_busy_but_no_step_needs_it():
+    events = [*STEP, event("score", "score-0", "evaluate", 6, 10)]
+    assert step_idle(events, (0, 10))["score"] == pytest.approx(0.4)
+    assert busy_bound(events, (0, 10)) == busy_bound(STEP, (0, 10))
+
+
 def test_bound_never_exceeds_the_window():
     bound = busy_bound([event("train", "train-0", "train", 0, 4), event("rollout", "engine", "install", 0, 4)], (0, 4))
     assert (bound.seconds, bound.efficiency) == (4, 1)
@@ -88,6 +105,26 @@ def test_covered_counts_each_second_once(pieces, start, length):
     assert covered(intervals, (start, start + length)) == seconds
 
 
+def test_what_lies_in_a_window():
+    pieces = [(0, 2), (3, 5), (6, 9)]
+    assert list(clipped(pieces, (1, 7))) == [(1, 2), (3, 5), (6, 7)]
+    assert list(clipped(pieces, (4, 4.5))) == [(4, 4.5)]
+    assert list(clipped(pieces, (2, 3))) == list(clipped([], (0, 1))) == []
+
+
+def test_samples_in_the_engines_at_a_time():
+    assert running(STEP) == [(0, 2), (2, 3), (3, 2), (4, 1), (6, 0)]
+    assert occupancy(STEP, (0, 10)) == pytest.approx({"rollout-0": 0.8, "rollout-1": 0.3})
+    assert occupancy(STEP, (3, 5)) == pytest.approx({"rollout-0": 1.5, "rollout-1": 0})
+
+
+def test_workers_stand_in_the_order_of_stages_and_numbers():
+    events = [event("train", f"train {n}", "train", 0, 1) for n in (10, 2)] + [event("a", "rollout 1", "install", 0, 1)]
+    events += [event("a", "rollout 1", "rollout", 1, 2), event("train", "score train 0", "score", 1, 2)]
+    assert workers(events) == [("a", "rollout 1"), ("train", "score train 0"), ("train", "train 2"), ("train", "train 10")]
+    assert devices(events) == {"a": 1, "train": 3}
+
+
 # files -----------------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +141,18 @@ def test_event_log_gives_back_what_was_written(tmp_path):
     assert read_events(path) == STEP[:6]
 
 
+def test_samples_are_given_back_and_older_logs_have_none(tmp_path):
+    path = tmp_path / "events.jsonl"
+    one = Event("score", "s", "r", "score", 1, 0, 0, 0.0, 1.0, None, ((3, 0), (3, 1)))
+    with EventLog(path) as log:
+        log.append(one)
+    assert read_events(path) == [one]
+    fields = json.loads(path.read_text())
+    del fields["samples"]
+    path.write_text(json.dumps(fields) + "\n")
+    assert read_events(path)[0].samples == ()
+
+
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
@@ -118,34 +167,3 @@ def test_a_line_that_is_no_event_is_named(tmp_path):
     path.write_text('{"group": "train"}\n')
     with pytest.raises(ValueError, match=r"events\.jsonl, line 1"):
         read_events(path)
-
-
-def test_trace_has_one_track_a_worker_and_slices_that_do_not_overlap(tmp_path):
-    write_trace(STEP, tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
-    assert sorted(names.values()) == ["rollout-0", "rollout-1", "score-0", "train-0"]
-    assert {e["args"]["name"] for e in trace if e["name"] == "process_name"} == {"rollout", "score", "train"}
-    tracks = {}
-    for piece in trace:
-        if piece["ph"] == "X":
-            tracks.setdefault(names[piece["pid"], piece["tid"]], []).append((piece["ts"], piece["ts"] + piece["dur"], piece["name"]))
-    assert sorted(tracks["rollout-0"]) == [(0, 6_000_000, "rollout"), (8_500_000, 9_000_000, "install")]
-    assert len(tracks["train-0"]) == 3
-    for slices in tracks.values():
-        slices.sort()
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(slices))
-
-
-def test_trace_shows_samples_that_overlap_as_asynchronous_slices(tmp_path):
-    write_trace(STEP, tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    begins = {e["id2"]["local"]: e["ts"] for e in trace if e["ph"] == "b"}
-    ends = {e["id2"]["local"]: e["ts"] for e in trace if e["ph"] == "e"}
-    assert sorted((begins[name], ends[name]) for name in begins) == [(0, 4_000_000), (2_000_000, 6_000_000)]
-
-
-def test_trace_gives_a_second_row_where_different_tasks_overlap(tmp_path):
-    write_trace([event("rollout", "r", "rollout", 0, 2), event("rollout", "r", "install", 1, 3)], tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in trace if e["name"] == "thread_name"] == ["r", "r (2)"]

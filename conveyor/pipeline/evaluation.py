@@ -1,0 +1,120 @@
+"""Held-out prompts, sampled by the version that the engines hold, beside the training. Pure.
+
+Every `every`-th version, and the last, is evaluated in a *round*. With `in_bubbles` only engines that have nothing else to do take
+part, from the moment they run out of samples until the next weights are installed, which ends what is unfinished; else the prompts
+come before those of the training, and an engine keeps its version until the round is sampled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from conveyor.pipeline.actions import CloseEvaluation, Evaluate, EvaluationSampled, ScoreEvaluation
+from conveyor.pipeline.run_plan import RunPlan
+
+
+@dataclass(slots=True)
+class _Round:
+    version: int
+    next: int = 0
+    """The next prompt to be sampled."""
+    running: dict[int, int] = field(default_factory=dict)
+    """Prompt → samples of it still in an engine."""
+    lost: set[int] = field(default_factory=set)
+    """Prompts with a sample that an install has ended."""
+    to_score: list[int] = field(default_factory=list)
+    scoring: Counter[int] = field(default_factory=Counter)
+    """Score parts still at work on a prompt's samples."""
+    closing: bool = False
+
+
+class Evaluation:
+    """Rounds on their way; without an evaluation in the plan, none."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan, self.facts = plan, plan.evaluation
+        self._rounds: dict[int, _Round] = {}
+        self._parts = [number for number, part in enumerate(plan.parts) if part.rewards]
+        self._waiting: list[list[tuple[int, int]]] = [[] for _ in plan.parts]
+        """For each score part, (version, prompt) to be scored."""
+
+    @property
+    def finished(self) -> bool:
+        return not self._rounds
+
+    def open(self, version: int) -> None:
+        """A version has been published."""
+        last = len(self.plan.step_groups)
+        if self.facts is not None and (version % self.facts.every == 0 or version == last):
+            self._rounds[version] = _Round(version)
+
+    def next_prompt(self, version: int) -> int | None:
+        """The prompt to sample next under a version, None if there is none."""
+        found = self._rounds.get(version)
+        return found.next if found is not None and self.facts is not None and found.next < self.facts.prompts else None
+
+    def sampling(self, version: int) -> bool:
+        """Whether a round of this version still has prompts to sample, or samples in an engine."""
+        found = self._rounds.get(version)
+        return found is not None and (self.next_prompt(version) is not None or bool(found.running))
+
+    def start(self, action: Evaluate) -> None:
+        found = self._rounds[action.version]
+        assert self.facts is not None and found.next == action.prompt
+        found.next += 1
+        found.running[action.prompt] = self.facts.samples_per_prompt
+
+    def sampled(self, event: EvaluationSampled) -> bool:
+        """Note a sample that has left its engine; whether it was its prompt's last."""
+        found = self._rounds[event.version]
+        found.running[event.prompt] -= 1
+        if event.aborted:
+            found.lost.add(event.prompt)
+        if found.running[event.prompt]:
+            return False
+        del found.running[event.prompt]
+        if event.prompt not in found.lost:
+            found.scoring[event.prompt] = len(self._parts)
+            for part in self._parts:
+                self._waiting[part].append((event.version, event.prompt))
+        return True
+
+    def to_score(self, part: int, worker: int) -> ScoreEvaluation | None:
+        """The next micro-batch of a part: prompts of one version."""
+        waiting = self._waiting[part]
+        if not waiting or self.facts is None:
+            return None
+        version = waiting[0][0]
+        prompts = [prompt for of, prompt in waiting if of == version]
+        fit = max(1, self.plan.micro_batch_size // self.facts.samples_per_prompt)
+        return ScoreEvaluation(part, worker, version, tuple(prompts[:fit]))
+
+    def start_score(self, action: ScoreEvaluation) -> None:
+        taken = {(action.version, prompt) for prompt in action.prompts}
+        self._waiting[action.part] = [item for item in self._waiting[action.part] if item not in taken]
+
+    def scored(self, action: ScoreEvaluation) -> None:
+        found = self._rounds[action.version]
+        for prompt in action.prompts:
+            found.scoring[prompt] -= 1
+            if not found.scoring[prompt]:
+                del found.scoring[prompt]
+
+    def to_close(self, held: set[int], published: int) -> CloseEvaluation | None:
+        """A round that is over: sampled, or no engine will hold its version again; and everything sampled is scored.
+
+        Args:
+            held: versions that engines hold.
+        """
+        for version, found in self._rounds.items():
+            no_more = self.next_prompt(version) is None or (version not in held and version < published)
+            if no_more and not found.running and not found.scoring and not found.closing:
+                return CloseEvaluation(version)
+        return None
+
+    def start_close(self, action: CloseEvaluation) -> None:
+        self._rounds[action.version].closing = True
+
+    def closed(self, action: CloseEvaluation) -> None:
+        del self._rounds[action.version]
