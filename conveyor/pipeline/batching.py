@@ -43,6 +43,8 @@ class UpdateBatcher:
         self.count = -(-total // size)
         self._position = None if samples is None else {sample: place for place, sample in enumerate(samples)}
         self._finished: set[SampleId] = set()
+        self._missing = [min(size, total - first) for first in range(0, total, size)]
+        """Of each micro-batch in prompt order: its samples that have not finished."""
         self._open: list[SampleId] = []
         self._made = 0
 
@@ -60,8 +62,10 @@ class UpdateBatcher:
     def _by_prompt(self, sample: SampleId) -> MicroBatch | None:
         assert self.samples is not None and self._position is not None
         number = self._position[sample] // self.size
-        members = self.samples[number * self.size : (number + 1) * self.size]
-        return self._make(number, members) if self._finished.issuperset(members) else None
+        self._missing[number] -= 1
+        if self._missing[number]:
+            return None
+        return self._make(number, self.samples[number * self.size : (number + 1) * self.size])
 
     def _by_completion(self, sample: SampleId) -> MicroBatch | None:
         self._open.append(sample)

@@ -28,7 +28,7 @@ class EnginePool:
 
     def to_install(self, keeps_version: Callable[[int], bool]) -> int | None:
         """An engine that may take the newest weights now; `keeps_version(version)`: one that holds that version may not."""
-        for engine in sorted(self._old - self._installing):
+        for engine in sorted(self._old - self._installing) if self._old else ():
             drained = self._plan.in_flight_update or not self._load[engine]
             if drained and not keeps_version(self.versions[engine]):
                 return engine

@@ -120,7 +120,7 @@ def compare(off: RunFolder, on: RunFolder, tolerance: float) -> Parity:
 
 def _sample(line: str) -> tuple[Any, ...]:
     row = json.loads(line)
-    return row["step"], row["group"], row["sample"], row["response"], row["score"]
+    return row["step"], row["group"], row["sample"], row["response"]
 
 
 def _difference(one: Path, other: Path, names: Sequence[str] = (".",)) -> Difference:

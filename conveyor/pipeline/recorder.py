@@ -269,7 +269,8 @@ class Recorder:
         for row in sorted(rows, key=lambda row: row.id):
             line = {"step": step + 1, "group": row.id.group, "sample": row.id.sample, "prompt": row.prompt, "response": row.response,
                     "rewards": dict(row.rewards), "score": row.score, "advantage": row.advantage, "version": row.version,
-                    "finish_reason": row.finish_reason, **row.extra}  # fmt: skip
+                    "finish_reason": row.finish_reason,
+                    "prompt_length": row.prompt_length, "response_length": row.response_length}  # fmt: skip
             self._samples_file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._samples_file.flush()
 

@@ -128,7 +128,7 @@ class Scheduler:
         while action := self._next_action():
             self._start(action)
             started.append(action)
-        while close := self.evaluation.to_close(set(self.engines.versions), self._published):
+        while self.plan.evaluation and (close := self.evaluation.to_close(set(self.engines.versions), self._published)):
             self.evaluation.start_close(close)
             started.append(close)
         return started
@@ -160,11 +160,14 @@ class Scheduler:
         engine = self.engines.to_install(self._keeps_version)
         if engine is not None:
             yield InstallEngine(engine, self._published)
-        yield from self._evaluating(first=True)
+        held_out = self.plan.evaluation is not None
+        if held_out:
+            yield from self._evaluating(first=True)
         group = self.membership.next_group
         if group is not None and (engine := self.engines.able(self.membership.may_admit)) is not None:
             yield Admit(engine, group, self.membership.prompt_step(group))
-        yield from self._evaluating(first=False)
+        if held_out:
+            yield from self._evaluating(first=False)
 
     def _keeps_version(self, version: int) -> bool:
         """An evaluation that does not give way is still sampling."""

@@ -11,6 +11,8 @@ from conveyor.report.jsonl import read_objects
 
 SYNC_TASKS = frozenset({"publish", "install"})
 """Tasks that move weights; the others are work on samples or updates."""
+EVALUATE = "evaluate"
+"""Task of sampling held-out prompts, and of scoring them: fills idle devices, and no step needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Event:
     role: str
     """Role, or roles joined by +, that worked."""
     task: str
-    """rollout, score, prepare, train, update, publish, install, checkpoint, …"""
+    """rollout, score, prepare, train, update, publish, install, checkpoint, evaluate, …"""
     step: int
     """From 1, as in metrics.jsonl."""
     micro_batch: int | None
@@ -38,6 +40,8 @@ class Event:
     end: float
     device: str | None = None
     """The device worked on, where several workers take turns on it; None: the worker has one of its own."""
+    samples: tuple[tuple[int, int], ...] = ()
+    """(prompt group, sample) of what was worked on: a rollout names its sample; a micro-batch is made of what its events name together."""
 
     @property
     def place(self) -> str:
@@ -72,7 +76,8 @@ def read_events(path: Path) -> list[Event]:
     events = []
     for number, fields in read_objects(path):
         try:
-            events.append(Event(**fields))
-        except TypeError as error:
+            samples = tuple((group, sample) for group, sample in fields.pop("samples", ()))
+            events.append(Event(**fields, samples=samples))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: not an event ({error})") from error
     return events

@@ -1,4 +1,4 @@
-"""Where the time went, from events alone: busy and idle shares, the bound, a trace for Perfetto.
+"""Where the time went, from events alone: busy and idle shares, the bound, how full the engines were.
 
 A *window* is an interval of the run's clock, (start, end) in seconds. The windows of a run's steps lie end to end: that
 of a step runs from the end of the step before to its own, which is when its weights have arrived everywhere. So
@@ -7,19 +7,18 @@ work done early for a later step (staleness ≥ 1) is counted where the devices 
 
 from __future__ import annotations
 
-import itertools
-import json
+import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from conveyor.report.events import SYNC_TASKS, Event
+from conveyor.report.events import EVALUATE, SYNC_TASKS, Event
 
 Window = tuple[float, float]
 Interval = tuple[float, float]
 
+STAGES = ("rollout", "score", "prepare", "train", "update")
 STEP_ENDS_WITH = SYNC_TASKS | {"update"}
 
 
@@ -34,10 +33,19 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
+def clipped(disjoint: Sequence[Interval], window: Window) -> Iterator[Interval]:
+    """What of disjoint intervals in order lies in the window."""
+    first = max(0, bisect_right(disjoint, window[0], key=lambda interval: interval[0]) - 1)
+    for start, end in disjoint[first:]:
+        if start >= window[1]:
+            return
+        if max(start, window[0]) < min(end, window[1]):
+            yield max(start, window[0]), min(end, window[1])
+
+
 def covered(intervals: Iterable[Interval], window: Window) -> float:
     """Seconds of the window in which at least one interval holds."""
-    clipped = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
-    return sum(end - start for start, end in union((start, end) for start, end in clipped if start < end))
+    return sum(end - start for start, end in clipped(union(intervals), window))
 
 
 def step_windows(events: Sequence[Event]) -> dict[int, Window]:
@@ -62,11 +70,35 @@ def busy(events: Iterable[Event], window: Window, *, without: frozenset[str] = f
     places: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         intervals = places[event.group][event.place]
-        if event.task not in without:
+        if event.task not in without and event.end > window[0] and event.start < window[1]:
             intervals.append((event.start, event.end))
     return {
         group: sum(covered(intervals, window) for intervals in devices.values()) / len(devices) for group, devices in sorted(places.items())
     }
+
+
+def devices(events: Iterable[Event]) -> dict[str, int]:
+    """group → its devices that ever did anything."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for event in events:
+        places[event.group].add(event.place)
+    return {group: len(places[group]) for group in sorted(places)}
+
+
+def workers(events: Iterable[Event]) -> list[tuple[str, str]]:
+    """(group, worker) in the order of the stages, numbered workers in the order of their numbers."""
+    found: dict[tuple[str, str], int] = {}
+    for event in events:
+        key = (event.group, event.worker)
+        found[key] = min(found.get(key, len(STAGES)), STAGES.index(event.task) if event.task in STAGES else len(STAGES))
+    group_order = {group: min(place for (of, _), place in found.items() if of == group) for group, _ in found}
+
+    def order(key: tuple[str, str]) -> tuple[int, str, int, list[tuple[int, str]]]:
+        group, worker = key
+        words = [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"[ .-]", worker)]
+        return group_order[group], group, found[key], words
+
+    return sorted(found, key=order)
 
 
 def step_idle(events: Iterable[Event], window: Window) -> dict[str, float]:
@@ -80,7 +112,7 @@ class Bound:
     """How long a window had to be, had nobody waited for anyone."""
 
     seconds: float
-    """Largest busy time of a group, without syncs, plus the time of syncs."""
+    """Largest busy time of a group, without syncs and evaluation, plus the time of syncs."""
     group: str
     """The group that sets it."""
     efficiency: float
@@ -89,7 +121,7 @@ class Bound:
 
 def busy_bound(events: Sequence[Event], window: Window) -> Bound:
     """The bound of a window. Needs at least one event (ValueError)."""
-    work = busy(events, window, without=SYNC_TASKS)
+    work = busy(events, window, without=SYNC_TASKS | {EVALUATE})
     if not work:
         raise ValueError("no events to take a bound from")
     group = max(work, key=lambda name: work[name])
@@ -100,76 +132,26 @@ def busy_bound(events: Sequence[Event], window: Window) -> Bound:
     return Bound(seconds, group, seconds / length if length > 0 else 1.0)
 
 
-def write_trace(events: Sequence[Event], path: Path) -> None:
-    """Writes a trace in Chrome's format; opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-    A device group is a process, a worker a thread. Slices of one thread may not overlap, so where a worker does several
-    things of one task at once (samples in an engine), its thread shows from when to when it did any, and the single ones
-    stand beside it as asynchronous slices.
-    """
-    groups = {group: number for number, group in enumerate(sorted({event.group for event in events}), start=1)}
-    workers: dict[tuple[str, str], list[Event]] = defaultdict(list)
+def running(events: Iterable[Event], tasks: Collection[str] = ("rollout",)) -> list[tuple[float, int]]:
+    """(time, how many events of the tasks run from then on), a step function in the order of time that ends with 0."""
+    changes: dict[float, int] = defaultdict(int)
     for event in events:
-        workers[event.group, event.worker].append(event)
-    trace: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": group}} for group, pid in groups.items()
-    ]
-    thread = 0
-    for (group, worker), own in sorted(workers.items()):
-        rows = _rows(own)
-        for number, slices in enumerate(rows):
-            thread += 1
-            name = worker if number == 0 else f"{worker} ({number + 1})"
-            trace.append({"ph": "M", "name": "thread_name", "pid": groups[group], "tid": thread, "args": {"name": name}})
-            trace.extend({**piece, "pid": groups[group], "tid": thread} for piece in slices)
-        trace.extend({**piece, "pid": groups[group], "tid": thread} for piece in _concurrent(own))
-    path.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}), encoding="utf-8")
+        if event.task in tasks:
+            changes[event.start] += 1
+            changes[event.end] -= 1
+    count, steps = 0, []
+    for time in sorted(changes):
+        count += changes[time]
+        steps.append((time, count))
+    return steps
 
 
-def _rows(events: Sequence[Event]) -> list[list[dict[str, Any]]]:
-    """Slices of a worker in rows without overlap: nearly always one row."""
-    slices = [piece for task in sorted({event.task for event in events}) for piece in _slices([e for e in events if e.task == task])]
-    rows: list[list[dict[str, Any]]] = []
-    for piece in sorted(slices, key=lambda piece: (piece["ts"], piece["dur"])):
-        free = next((row for row in rows if row[-1]["ts"] + row[-1]["dur"] <= piece["ts"]), None)
-        if free is None:
-            rows.append([piece])
-        else:
-            free.append(piece)
-    return rows
-
-
-def _overlap(events: Sequence[Event]) -> bool:
-    ordered = sorted((event.start, event.end) for event in events)
-    return any(end > start for (_, end), (start, _) in itertools.pairwise(ordered))
-
-
-def _slices(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """Complete slices of one task of a worker; merged where its events overlap."""
-    if not _overlap(events):
-        yield from ({**_common(event), "ph": "X", "ts": _us(event.start), "dur": _us(event.end) - _us(event.start)} for event in events)
-        return
-    for start, end in union((event.start, event.end) for event in events):
-        inside = sum(start <= event.start <= end for event in events)
-        common = {"name": events[0].task, "cat": events[0].role, "args": {"count": inside}}
-        yield {**common, "ph": "X", "ts": _us(start), "dur": _us(end) - _us(start)}
-
-
-def _concurrent(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    for task in sorted({event.task for event in events}):
-        of_task = [event for event in events if event.task == task]
-        if not _overlap(of_task):
-            continue
-        for number, event in enumerate(of_task):
-            common = {**_common(event), "id2": {"local": f"{event.worker}/{task}/{number}"}}
-            yield {**common, "ph": "b", "ts": _us(event.start)}
-            yield {**common, "ph": "e", "ts": _us(event.end)}
-
-
-def _common(event: Event) -> dict[str, Any]:
-    args = {"step": event.step, "micro_batch": event.micro_batch, "version": event.version}
-    return {"name": event.task, "cat": event.role, "args": {key: value for key, value in args.items() if value is not None}}
-
-
-def _us(seconds: float) -> int:
-    return round(seconds * 1e6)
+def occupancy(events: Iterable[Event], window: Window) -> dict[str, float]:
+    """Engine → samples it held at a time, averaged over the window."""
+    seconds: dict[str, float] = {}
+    for event in events:
+        if event.task == "rollout":
+            inside = max(0.0, min(event.end, window[1]) - max(event.start, window[0]))
+            seconds[event.worker] = seconds.get(event.worker, 0.0) + inside
+    length = window[1] - window[0]
+    return {engine: total / length if length > 0 else 0.0 for engine, total in sorted(seconds.items())}

@@ -188,4 +188,6 @@ class SampleRow:
     """Mean over the response's tokens, as it entered the loss."""
     version: int
     finish_reason: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    prompt_length: int
+    """Tokens, like `response_length`."""
+    response_length: int

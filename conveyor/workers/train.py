@@ -297,6 +297,8 @@ def _rows(prepared: _Prepared) -> list[SampleRow]:
             advantage=prepared.advantages.get(report.id),
             version=report.oldest_version,
             finish_reason=sample.rollout.finish_reason,
+            prompt_length=len(sample.rollout.prompt.token_ids),
+            response_length=len(sample.rollout.response_ids),
         )
         for sample, report in zip(prepared.samples, prepared.reports, strict=True)
     ]

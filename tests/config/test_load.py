@@ -72,7 +72,7 @@ def test_the_reference_is_not_placed_without_kl() -> None:
         ({"rollout": {"stop": [""]}}, "rollout.stop.0: "),
         (
             {"data": {"path": "d", "eval_path": "e"}},
-            "data.eval_path: grpo evaluates by sampling: name the held-out prompts in evaluate.path",
+            "data.eval_path: grpo evaluates by sampling: name the held-out prompts",
         ),
         ({"devices": {"rollout": 1, "score": 1, "train": 1, "spare": 1}}, "devices.spare: no role is placed on this group"),
         ({"rewards": [{"name": "timeouts", "model": "x"}]}, "rewards: timeouts is the name of"),

@@ -132,7 +132,7 @@ class Rank(FakeActor):
         return Publication(version, self._role, (), None, 8, span()) if self._rank == 0 else None
 
     def _finish_step(self, step: int) -> list[SampleRow]:
-        return [SampleRow(SampleId(step, self._rank), "p", "r", {"r": 1.0}, 1.0, 0.0, step, "stop")]
+        return [SampleRow(SampleId(step, self._rank), "p", "r", {"r": 1.0}, 1.0, 0.0, step, "stop", 1, 3)]
 
     def _save_checkpoint(self, folder: str) -> None:
         Path(folder, f"rank{self._rank}").write_text("state")

@@ -40,10 +40,16 @@ def report(*arguments):
     return command.run(known, rest)
 
 
-def lines(capsys):
-    """First word, or words up to two spaces → the other cells."""
-    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in capsys.readouterr().out.splitlines()]
-    return {row[0]: row[1:] for row in rows if row}
+def tables(capsys):
+    """Title → first cell of each row → the others. Lines that stand alone are titles too."""
+    found = {}
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        if cells and not line.startswith(" "):
+            rows = found.setdefault(cells[0], {})
+        elif cells:
+            rows[cells[0]] = cells[1:]
+    return found
 
 
 def size(png):
@@ -53,19 +59,24 @@ def size(png):
 
 def test_it_prints_where_the_time_went(folder, capsys):
     assert report(folder) == 0
-    found = lines(capsys)
+    found = tables(capsys)
     assert f"{folder}: 2 steps" in found
-    assert found["1"] == ["12", "6.5 rollout", "54%", "50", "54.2%", "83.3%", "54.2%"]
-    assert found["all"] == ["24", "13 rollout", "54%", "75", "54.2%", "83.3%", "54.2%"]
-    assert found["busy"] == ["45.8%", "16.7%", "45.8%"]
-    assert found["idle: waiting for train"] == ["20.8%", "20.8%", "0.0%"]
-    assert found["samples in an engine, mean"] == ["0.5 of 4", "–", "–"]
-    assert found["train (role)"] == ["4", "7", "1.75", "2", "train 0, micro-batch 1.0"]
+    steps = found["Steps"]
+    assert steps["1"] == ["12", "6.5 rollout", "54%", "50", "54.2%", "83.3%", "54.2%"]
+    assert steps["all"] == ["24", "13 rollout", "54%", "75", "54.2%", "83.3%", "54.2%"]
+    score = found["Idle time of score by cause"]
+    assert score["step"] == ["busy", "waiting for rollout", "longest samples", "waiting for train", "waiting for sync", "other"]
+    assert score["1"] == ["16.7%", "33.3%", "8.3%", "20.8%", "16.7%", "4.2%"]
+    together = found["Time of the devices, all steps"]
+    assert together["busy"] == ["45.8%", "16.7%", "45.8%"]
+    assert together["idle: waiting for train"] == ["20.8%", "20.8%", "0.0%"]
+    assert together["samples in an engine, mean"] == ["0.5 of 4", "–", "–"]
+    assert found["Tasks, all steps (seconds)"]["train (role)"] == ["4", "7", "1.75", "2", "train 0, micro-batch 1.0"]
 
 
 def test_it_writes_trace_timeline_and_page(folder, capsys):
     report(folder)
-    assert lines(capsys)[f"{folder}: wrote trace.json (opens in ui.perfetto.dev), timeline.png, report.html"] == []
+    assert f"{folder}: wrote trace.json (opens in ui.perfetto.dev), timeline.png, report.html" in tables(capsys)
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert "timeline" in (folder / "report.html").read_text()
     width, height = size((folder / "timeline.png").read_bytes())
@@ -74,8 +85,8 @@ def test_it_writes_trace_timeline_and_page(folder, capsys):
 
 def test_one_step(folder, capsys):
     report(folder, "--step", 2)
-    found = lines(capsys)
-    assert "Time of the devices, step 2" in found and found["seconds"] == ["12"]
+    found = tables(capsys)
+    assert "Steps" not in found and found["Bound, step 2"]["seconds"] == ["12"]
     with pytest.raises(UserError, match=r"--step 3: .* has steps 1 to 2"):
         report(folder, "--step", 3)
 
@@ -87,16 +98,16 @@ def test_a_run_that_goes_on(folder, capsys):
         text = (folder / "events.jsonl").read_text().splitlines()
         events.write(text[0].replace('"step": 1', '"step": 3') + "\n" + text[7].replace('"step": 1', '"step": 3') + "\n" + text[1][:40])
     assert report(folder) == 0
-    found = lines(capsys)
+    found = tables(capsys)
     assert f"{folder}: 2 steps so far: it is going on, or ended before its model was saved" in found
-    assert "2" in found and "3" not in found
+    assert "2" in found["Steps"] and "3" not in found["Steps"]
 
 
 def test_a_run_without_stages_has_metrics_only(folder, capsys):
     (folder / "events.jsonl").unlink()
     assert report(folder) == 0
-    found = lines(capsys)
-    assert found["tokens"] == ["600", "1,200", "600", "1,200", "900"]
+    found = tables(capsys)
+    assert found["Metrics"]["tokens"] == ["600", "1,200", "600", "1,200", "900"]
     assert f"{folder}: wrote report.html" in found and not (folder / "trace.json").exists()
     with pytest.raises(UserError, match="has no timeline: its method has no stages"):
         report(folder, "--step", 1)
@@ -111,7 +122,8 @@ def test_a_folder_that_is_no_run(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 64])
 def test_the_picture_has_a_legible_row_for_each_worker(count):
-    events = [event(f"rollout {n}", "rollout", 0, 2 + n) for n in range(count)] + [event("train 0", "update", 70, 80)]
+    events = [event(f"rollout {n}", task, 0, 2 + n) for n in range(count) for task in ("rollout", "evaluate")]
+    events.append(event("train 0", "update", 70, 80))
     figure = draw_timeline(events, step_windows(events), {"rollout": dict.fromkeys(CAUSES, 1.0), "train": dict.fromkeys(CAUSES, 0.0)})
     axes = figure.axes[0]
     figure.draw_without_rendering()

@@ -39,9 +39,9 @@ def run(tmp_path):
 
 
 def cells(page):
-    """First cell of each table row → the others."""
+    """First cell of each table row → the others; of rows that begin alike, the first."""
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
-    return {row[0]: row[1:] for row in rows if row}
+    return {row[0]: row[1:] for row in reversed(rows) if row}
 
 
 def test_a_report_shows_curves_timeline_and_numbers(run):

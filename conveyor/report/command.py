@@ -1,0 +1,59 @@
+"""`conveyor report RUN`: where a run's time went, in tables, and its trace, timeline and page written anew."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from conveyor.config import UserError
+from conveyor.report.page import write_pages
+from conveyor.report.summary import Run, metrics_sheet, read_run, time_sheets
+from conveyor.report.tables import table
+from conveyor.report.trace import write_trace
+
+PLAIN_WIDTH = 120
+"""Characters of a line where nobody says how many fit."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="folder of a run, finished or going on")
+    parser.add_argument("--step", type=int, metavar="N", help="tables and timeline of one step (default: all, and the last three)")
+
+
+def run(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints the tables and writes RUN/trace.json, RUN/timeline.png and RUN/report.html; returns the exit status.
+
+    Raises:
+        UserError: the folder holds no run that a report can be made of, or the run has no such step.
+    """
+    if rest:
+        raise UserError(f"{rest[0]}: unknown argument")
+    found = read_run(Path(known.folder))
+    _check_step(found, known.step)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    so_far = "" if found.finished else " so far: it is going on, or ended before its model was saved"
+    console.print(f"{found.folder}: {len(found.metrics)} steps{so_far}", markup=False, highlight=False, soft_wrap=True)
+    written = []
+    if found.windows:
+        for sheet in time_sheets(found, known.step):
+            console.print(table(sheet.title, sheet.columns, sheet.rows))
+        write_trace(found.events, found.folder / "trace.json")
+        written = ["trace.json (opens in ui.perfetto.dev)", "timeline.png"]
+    else:
+        sheet = metrics_sheet(found.metrics)
+        console.print(table(sheet.title, sheet.columns, sheet.rows))
+    write_pages(found, known.step)
+    console.print(f"{found.folder}: wrote {', '.join([*written, 'report.html'])}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _check_step(found: Run, step: int | None) -> None:
+    if step is None or step in found.windows:
+        return
+    if not found.windows:
+        raise UserError(f"--step: {found.folder} has no timeline: its method has no stages")
+    raise UserError(f"--step {step}: {found.folder} has steps {min(found.windows)} to {max(found.windows)}")

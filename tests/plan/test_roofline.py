@@ -1,0 +1,160 @@
+"""Shapes, memory and costs against numbers that are known."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conveyor.config import UserError
+from conveyor.pipeline.run_plan import score_parts, train_groups
+from conveyor.plan.hardware import GPUS, gpu
+from conveyor.plan.lengths import LengthFacts, Size
+from conveyor.plan.memory import GroupMemory, Shapes, group_memory, score_shards
+from conveyor.plan.models import NAMED, model_shape, shape_from_config
+from conveyor.plan.roofline import Roofline
+from tests.plan.recipes import recipe
+
+H100 = GPUS["h100"]
+LENGTHS = LengthFacts(prompt=200, response=300, resident=500, longest=1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("7b", 6_738_415_616), ("8b", 8_030_261_248),
+     ("13b", 13_015_864_320), ("70b", 70_553_706_496)],
+)  # fmt: skip
+def test_named_models_have_their_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert NAMED[name].parameters == parameters
+
+
+def test_weights_and_cache_of_known_models() -> None:
+    assert NAMED["70b"].parameters * 2 / 1e9 == pytest.approx(141.1, abs=0.05)
+    assert NAMED["8b"].cache_bytes() == 131_072
+    assert NAMED["7b"].cache_bytes() == 524_288
+
+
+def test_a_shape_from_a_configuration(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+              "vocab_size": 128256, "tie_word_embeddings": False}  # fmt: skip
+    assert shape_from_config(config) == NAMED["8b"]
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    assert model_shape(str(tmp_path)) == NAMED["8b"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+    with pytest.raises(UserError, match="mixtures of experts"):
+        model_shape(str(tmp_path))
+    with pytest.raises(UserError, match="neither a folder"):
+        model_shape("9000b")
+    with pytest.raises(UserError, match="one of a100"):
+        gpu("tpu")
+
+
+def tables(made, name: str = "8b") -> dict[str, GroupMemory]:
+    shapes = Shapes(NAMED[name], NAMED[name])
+    return {table.group: table for table in group_memory(made, shapes, H100, LENGTHS)}
+
+
+def bytes_a_parameter(items: dict[str, float], parameters: int) -> float:
+    return sum(items.get(name, 0.0) for name in ("trained weights", "gradients", "optimizer")) / parameters
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "ranks", "expected"),
+    [(0, False, 4, 18), (1, False, 4, 2 + 4 + 12 / 4), (2, False, 4, 2 + (4 + 12) / 4),
+     (3, False, 4, 18 / 4), (3, True, 4, 6 / 4), (3, False, 1, 18)],
+)  # fmt: skip
+def test_mixed_precision_adam_takes_18_bytes_a_parameter_shared_by_stage(stage: int, offload: bool, ranks: int, expected: float) -> None:
+    made = recipe(
+        "grpo", devices={"rollout": 1, "score": 1, "train": ranks}, roles={}, train={"zero_stage": stage, "offload_optimizer": offload}
+    )
+    assert bytes_a_parameter(tables(made)["train"].items, NAMED["8b"].parameters) == pytest.approx(expected)
+
+
+def test_fp32_adam_takes_16_bytes() -> None:
+    made = recipe("grpo", devices={"rollout": 1, "train": 1}, roles={"score": "train"}, model={"dtype": "float32"}, train={"zero_stage": 0})
+    assert bytes_a_parameter(tables(made)["train"].items, NAMED["8b"].parameters) == pytest.approx(16)
+
+
+def test_engines_share_weights_and_cache_as_far_as_there_are_heads() -> None:
+    made = recipe("grpo", devices={"rollout": 16, "score": 1, "train": 1}, roles={}, rollout={"max_concurrent_requests": 64})
+    single = tables(made)["rollout"].items
+    assert single["engine weights"] == NAMED["8b"].parameters * 2
+    assert single["KV cache"] == pytest.approx(64 * 500 * 131_072 * 1.1)
+    wide = recipe(
+        "grpo",
+        devices={"rollout": 16, "score": 1, "train": 1},
+        roles={},
+        rollout={"max_concurrent_requests": 64, "tensor_parallel_size": 16},
+    )
+    assert tables(wide)["rollout"].items["engine weights"] == NAMED["8b"].parameters * 2 / 16
+    assert tables(wide)["rollout"].items["KV cache"] == single["KV cache"] / 8
+
+
+def test_what_does_not_fit_is_seen() -> None:
+    """70B: one H100 holds neither the engine nor the trained model; 8 of them hold the engine, 32 the trained model."""
+    small = tables(recipe("grpo", devices={"rollout": 1, "score": 4, "train": 8}, roles={}), "70b")
+    assert not small["rollout"].fits
+    assert not small["train"].fits
+    large = recipe("grpo", devices={"rollout": 8, "score": 4, "train": 32}, roles={}, rollout={"tensor_parallel_size": 8},
+                   model={"gradient_checkpointing": True}, pipeline={"micro_batch_size": 32})  # fmt: skip
+    assert all(table.fits for table in tables(large, "70b").values())
+
+
+def test_a_score_worker_spreads_what_one_gpu_cannot_hold() -> None:
+    made = recipe("grpo", devices={"rollout": 8, "score": 8, "train": 8}, roles={})
+    assert score_shards(made, Shapes(NAMED["8b"], NAMED["8b"]), H100, "score") == 1
+    # Reference and reward model, 282 GB: four GPUs would be full to the brim.
+    assert score_shards(made, Shapes(NAMED["70b"], NAMED["70b"]), H100, "score") == 8
+
+
+def costs(name: str = "8b", **sections):
+    made = recipe("grpo", devices={"rollout": 4, "score": 2, "train": 4}, roles={}, **sections)
+    return made, Roofline(Shapes(NAMED[name], NAMED[name]), H100).costs(made)
+
+
+def test_decoding_one_sample_takes_as_long_as_reading_the_weights() -> None:
+    _, model = costs()
+    # 8B without the embedding, which is looked up: 7.5e9 × 2 bytes at ¾ of 3.35 TB/s.
+    assert model.engine.weights == pytest.approx(7.505e9 * 2 / (0.75 * 3.35e12), rel=1e-3)
+    # Arithmetic catches up at a batch of hundreds.
+    assert 100 < model.engine.weights / model.engine.compute < 400
+    assert model.engine.per_cached_token == pytest.approx(131_072 / (0.75 * 3.35e12))
+
+
+def test_training_does_six_operations_a_parameter_and_token() -> None:
+    made, model = costs(train={"zero_stage": 0})
+    (group,) = train_groups(made)
+    short, long = ([Size(0, length)] * 4 for length in (500, 1000))
+    seconds = model.train(group, long) - model.train(group, short)
+    # One sample a rank; attention adds a little.
+    expected = 6 * 7.505e9 * 500 / (0.4 * 989e12)
+    assert expected < seconds < 1.1 * expected
+    made, recomputing = costs(train={"zero_stage": 0}, model={"gradient_checkpointing": True})
+    again = recomputing.train(group, long) - recomputing.train(group, short)
+    assert again == pytest.approx(4 / 3 * seconds)
+
+
+def test_the_slowest_rank_counts_with_its_padding() -> None:
+    made, model = costs(train={"zero_stage": 0})
+    (group,) = train_groups(made)
+    even = model.train(group, [Size(100, 400)] * 8)
+    assert model.train(group, [Size(100, 400)] + [Size(100, 100)] * 7) == pytest.approx(even)
+
+
+def test_scoring_is_a_forward_pass_of_each_model() -> None:
+    made, model = costs()
+    (part,) = score_parts(made)
+    samples = [Size(200, 800)] * 8
+    seconds = model.score(part, samples)
+    expected = 2 * 2 * 7.2e9 * 8000 / (0.5 * 989e12)
+    assert expected < seconds < 1.2 * expected
+
+
+def test_zero_3_pays_for_fetching_weights_and_saves_on_the_update() -> None:
+    made, plain = costs(train={"zero_stage": 0})
+    _, sharded = costs(train={"zero_stage": 3})
+    (group,) = train_groups(made)
+    samples = [Size(100, 400)] * 4
+    assert sharded.train(group, samples) > plain.train(group, samples)
+    assert sharded.update(group) < plain.update(group)
+    _, offloaded = costs(train={"zero_stage": 3, "offload_optimizer": True})
+    assert offloaded.update(group) > 10 * sharded.update(group)

@@ -1,0 +1,148 @@
+import argparse
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conveyor.config import UserError, load_recipe, parse_recipe
+from conveyor.plan.command import add_arguments, changed_recipe, run
+from conveyor.plan.estimate import StageSeconds
+from conveyor.plan.hardware import GPUS
+from conveyor.plan.lengths import Workload
+from conveyor.plan.memory import Shapes
+from conveyor.plan.models import NAMED
+from conveyor.plan.predict import predict, simulated_steps
+from conveyor.plan.roofline import Roofline
+from conveyor.plan.search import Found, search
+from tests.plan.recipes import raw, recipe
+from tests.plan.test_fit import write_run
+
+SOURCE = Roofline(Shapes(NAMED["1b"], NAMED["1b"]), GPUS["h100"])
+WORKLOAD = Workload.draw("lognormal:mean=300,sigma=0.8,cap=1024", 32 * simulated_steps(4), 1, prompt=100)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(recipe(), SOURCE, WORKLOAD, 8, (1, 2))
+
+
+def test_the_best_come_first_and_every_one_can_be_run(found: Found) -> None:
+    seconds = [prediction.step_seconds for prediction in found.best]
+    assert seconds == sorted(seconds)
+    assert 2 <= len(seconds) <= 5
+    assert found.candidates >= found.fitting >= found.simulated >= len(seconds)
+    for prediction in found.best:
+        made = parse_recipe(changed_recipe(raw(), prediction))
+        assert made.devices == prediction.recipe.devices
+        assert sum(made.devices.values()) == 8
+        assert made.pipeline.max_staleness == 0
+        assert all(table.fits for table in prediction.memory)
+
+
+def test_splits_are_shown_once(found: Found) -> None:
+    shown = [(tuple(sorted(p.recipe.devices.items())), p.recipe.rollout.tensor_parallel_size) for p in found.best]
+    assert len(set(shown)) == len(shown)
+
+
+def test_alternatives_have_more_staleness_and_the_first_is_faster(found: Found) -> None:
+    assert list(found.staler) == [1, 2, 3, 4]
+    assert [prediction.recipe.pipeline.max_staleness for prediction in found.staler.values()] == [1, 2, 3, 4]
+    assert found.staler[1].step_seconds < found.best[0].step_seconds
+
+
+def test_a_search_gives_the_same_answer_again(found: Found) -> None:
+    again = search(recipe(), SOURCE, WORKLOAD, 8, (1, 2))
+    assert again.best == found.best
+    assert again.staler == found.staler
+
+
+def test_the_best_is_no_slower_than_a_placement_by_hand(found: Found) -> None:
+    by_hand = recipe(devices={"rollout": 3, "score": 1, "train": 4}, roles={}, pipeline={"micro_batch_size": 8})
+    assert found.best[0].step_seconds <= predict(by_hand, SOURCE, WORKLOAD).step_seconds
+
+
+def test_device_hours_count_idle_devices_too(found: Found) -> None:
+    best = found.best[0]
+    assert best.device_hours_per_1000 == pytest.approx(best.step_seconds / 3600 * 8 / 32 * 1000)
+
+
+def test_what_cannot_fit_is_refused_with_the_ratio() -> None:
+    large = Roofline(Shapes(NAMED["70b"], NAMED["70b"]), GPUS["h100"])
+    with pytest.raises(UserError, match=r"none of \d+ placements fits; the nearest needs \d+\.\d × the memory"):
+        search(recipe(), large, WORKLOAD, 8, (1, 2, 4, 8))
+
+
+def test_one_device_holds_everything() -> None:
+    small = search(recipe(train={"rollout_batch_size": 8}), SOURCE, WORKLOAD, 1)
+    assert small.best[0].recipe.roles == {"rollout": "train", "score": "train"}
+
+
+@pytest.mark.parametrize(
+    ("streams", "overlap", "staleness", "expected"),
+    [(True, True, 0, 1.6 + 0.9 * 8 + 1), (True, True, 1, 6 + 1), (False, True, 0, 16 + 1),
+     (False, True, 2, 6 + 1), (False, False, 3, 16 + 1)],
+)  # fmt: skip
+def test_the_estimate_is_the_flow_shop(streams: bool, overlap: bool, staleness: int, expected: float) -> None:
+    stages = StageSeconds({"score": 2, "train": 6}, "rollout", 5, 8, 1, 10, streams=streams, overlap=overlap)
+    assert stages.step(staleness) == pytest.approx(expected)
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────
+
+
+def plan(*arguments: str, **overrides: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(arguments), overrides)
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(raw(train={"rollout_batch_size": 8})))
+    return str(path)
+
+
+def test_a_plan_from_the_data_sheet_writes_a_recipe(recipe_file: str, tmp_path: Path, capsys) -> None:
+    written = tmp_path / "placed.yaml"
+    assert plan(recipe_file, "--model", "1b", "--gpus", "4", "--lengths", "300", "--write", str(written)) == 0
+    made = load_recipe(written)
+    assert sum(made.devices.values()) == 4
+    assert made.data.max_prompt_length == 512
+    shown = capsys.readouterr().out
+    assert "4 devices, 8 samples a step, responses 300" in shown
+    assert "Best placements" in shown
+
+
+def test_a_plan_from_a_run_and_its_validation(recipe_file: str, tmp_path: Path, capsys) -> None:
+    folder = str(write_run(tmp_path / "run"))
+    assert plan("--validate", folder) == 0
+    assert "Predicted against measured" in capsys.readouterr().out
+    assert plan(recipe_file, "--profile", folder) == 0
+    assert "5 devices, 8 samples a step, responses drawn from the run's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"--profile RUN \(fits a run's events\) or --model 70b"),
+        (["--model", "8b", "--profile", "x"], "give one of them, not both"),
+        (["--model", "8b"], "--gpus: none given"),
+        (["--model", "8b", "--gpus", "-3"], "--gpus: -3; name 1 to"),
+        (["--model", "8b", "--gpus", "4", "--gpu", "abacus"], "abacus"),
+        (["--model", "8b", "--gpus", "4", "--lengths", "gauss"], "no such law"),
+        (["--model", "8b", "--gpus", "4", "--prompt", "-1"], "--prompt: -1"),
+        (["--profile", "nowhere"], "holds no config.yaml"),
+    ],
+)
+def test_bad_input_is_one_clear_line(recipe_file: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        plan(recipe_file, *arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_an_offline_recipe_has_no_stages(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump({"method": "sft", "output_dir": "runs/x", "model": {"path": "m"}, "data": {"path": "d"}}))
+    with pytest.raises(UserError, match="no stages to plan"):
+        plan(str(path), "--model", "8b")
