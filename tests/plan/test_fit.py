@@ -79,15 +79,19 @@ def test_a_run_is_predicted_from_its_own_costs(tmp_path: Path, staleness: int) -
 
 
 def test_a_slope_that_does_not_show_is_taken_for_proportional() -> None:
-    seconds = np.array([1.0, 1.1, 0.9, 1.05, 0.95])
-    assert fit_linear(np.array([100.0, 100, 100, 100, 100]), seconds) == Linear(per_token=0.01)
-    noisy = fit_linear(np.array([99.0, 101, 100, 98, 102]), seconds)
-    assert (noisy.constant, noisy.per_token) == (0, pytest.approx(0.01))
+    samples, seconds = np.full(5, 4.0), np.array([1.0, 1.1, 0.9, 1.05, 0.95])
+    assert fit_linear(samples, np.full(5, 100.0), seconds) == Linear(per_token=0.01)
+    assert fit_linear(samples, np.array([99.0, 101, 98, 100, 102]), seconds) == Linear(per_token=0.01)
+
+
+def test_what_does_not_depend_on_tokens_is_proportional_to_samples() -> None:
+    found = fit_linear(np.full(5, 4.0), np.array([100.0, 300, 50, 220, 80]), np.full(5, 2.0))
+    assert found == Linear(per_sample=0.5)
 
 
 def test_a_slope_that_shows_is_told_from_the_constant() -> None:
     tokens = np.array([100.0, 200, 300, 400])
-    found = fit_linear(tokens, 0.5 + 0.01 * tokens)
+    found = fit_linear(np.full(4, 8.0), tokens, 0.5 + 0.01 * tokens)
     assert (found.constant, found.per_token) == pytest.approx((0.5, 0.01))
 
 

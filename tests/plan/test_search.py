@@ -105,10 +105,13 @@ def recipe_file(tmp_path: Path) -> str:
 
 def test_a_plan_from_the_data_sheet_writes_a_recipe(recipe_file: str, tmp_path: Path, capsys) -> None:
     written = tmp_path / "placed.yaml"
-    assert plan(recipe_file, "--model", "1b", "--gpus", "4", "--lengths", "300", "--write", str(written)) == 0
+    assert (
+        plan(recipe_file, "--model", "1b", "--gpus", "4", "--lengths", "300", "--write", str(written), **{"train.learning_rate": "1e-5"})
+        == 0
+    )
     made = load_recipe(written)
     assert sum(made.devices.values()) == 4
-    assert made.data.max_prompt_length == 512
+    assert (made.data.max_prompt_length, made.train.learning_rate) == (512, 1e-5)
     shown = capsys.readouterr().out
     assert "4 devices, 8 samples a step, responses 300" in shown
     assert "Best placements" in shown

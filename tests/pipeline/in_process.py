@@ -1,0 +1,197 @@
+"""Whole runs in this process: the real scheduler, executor, recorder, score and train workers, on a tiny model.
+
+Only two things are stood in for. Ray: a call of a worker is a plain call, answered after a delay drawn from a seed, so that things
+happen in any order. vLLM: `TorchEngine` samples with the policy's own weights, one sample at a time, from the sample's seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from conveyor.config import OnlineRecipe
+from conveyor.data.prompts import PromptOrder
+from conveyor.models.language_model import load_language_model
+from conveyor.pipeline.executor import Executor
+from conveyor.pipeline.recorder import Recorder
+from conveyor.pipeline.run_plan import RunPlan, run_plan
+from conveyor.pipeline.scheduler import Scheduler
+from conveyor.run_folder import RunFolder
+from conveyor.types import Prompt, Rollout
+from conveyor.workers.reports import InstallReport, Publication, SampleDone, Span
+from conveyor.workers.rollout import sample_seed
+from conveyor.workers.score import ScoreWorker, _overwrite
+from conveyor.workers.start import Workers
+from conveyor.workers.train import TrainWorker
+from conveyor.workers.weight_sync import read
+from tests.models.ranks import one_rank
+
+
+class Delays:
+    """Answers come after some turns of the event loop, how many is drawn from a seed."""
+
+    def __init__(self, seed: int, most: int = 6) -> None:
+        self._random, self._most = random.Random(seed), most
+
+    async def wait(self) -> None:
+        for _ in range(self._random.randrange(self._most)):
+            await asyncio.sleep(0)
+
+
+class Call:
+    """`worker.method.remote(…)`: an awaitable, or with `num_returns=2` an awaitable and a value."""
+
+    def __init__(self, function: Callable[..., Any], delays: Delays, returns: int = 1) -> None:
+        self._function, self._delays, self._returns = function, delays, returns
+
+    def options(self, num_returns: int) -> Call:
+        return Call(self._function, self._delays, num_returns)
+
+    def remote(self, *arguments: Any) -> Any:
+        if self._returns == 1:
+            return asyncio.ensure_future(self._answer(self._function, arguments))
+        report, value = self._function(*arguments)
+        return asyncio.ensure_future(self._answer(lambda: report, ())), value
+
+    async def _answer(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        await self._delays.wait()
+        return function(*arguments)
+
+
+class Actor:
+    """A worker whose methods are called through `Call`."""
+
+    def __init__(self, worker: Any, delays: Delays) -> None:
+        self._worker, self._delays = worker, delays
+
+    def __getattr__(self, name: str) -> Any:
+        return Call(getattr(self._worker, name), self._delays)
+
+
+class TorchEngine:
+    """The part of RolloutWorker that the executor uses. Samples finish in an order drawn from the seed."""
+
+    def __init__(self, recipe: OnlineRecipe, seed: int) -> None:
+        self._recipe, self._random = recipe, random.Random(seed)
+        self._model = load_language_model(recipe.model)
+        self._version = 0
+        self._running: list[tuple[Prompt, int, int]] = []
+        self._done: deque[Any] = deque()
+
+    def renew(self) -> None:
+        assert not self._running
+
+    def submit(self, prompt: Prompt, n: int) -> None:
+        self._running += [(prompt, sample, self._version) for sample in range(n)]
+
+    def install(self, publication: Publication) -> InstallReport:
+        now = time.time()
+        _overwrite(self._model, read(publication, get=lambda bucket: bucket))
+        self._version = publication.version
+        return InstallReport(publication.version, publication.nbytes, Span(now, time.time()))
+
+    async def items(self) -> AsyncIterator[Any]:
+        while True:
+            if self._running and self._random.random() < 0.5:
+                rollout = self._sample(*self._running.pop(self._random.randrange(len(self._running))))
+                versions = rollout.versions
+                now = time.time()
+                yield SampleDone(rollout.id, len(versions), rollout.truncated, int(versions[0]), int(versions[-1]), Span(now, now))
+                yield rollout
+            await asyncio.sleep(0)
+
+    @torch.no_grad()
+    def _sample(self, prompt: Prompt, sample: int, version: int) -> Rollout:
+        """Ancestral sampling; the whole response has the weights of its end, and says so."""
+        generator = torch.Generator().manual_seed(sample_seed(self._recipe.seed, prompt.index, sample))
+        ids, logprobs = list(prompt.token_ids), list[float]()
+        length = 1 + int(torch.randint(self._recipe.rollout.max_response_length, (1,), generator=generator))
+        for _ in range(length):
+            logits = self._model(torch.tensor([ids])).logits[0, -1] / self._recipe.rollout.temperature
+            distribution = logits.log_softmax(-1)
+            ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
+            logprobs.append(float(distribution[ids[-1]]))
+        response = torch.tensor(ids[len(prompt.token_ids) :])
+        versions = torch.full((length,), self._version, dtype=torch.int32)
+        text = "".join(chr(97 + i % 26) for i in response.tolist())
+        return Rollout(prompt, sample, response, torch.tensor(logprobs), versions, "stop", text)
+
+
+class _Stream:
+    """What a streaming method gives: awaitable references to its items; rollouts are kept as they are."""
+
+    def __init__(self, items: AsyncIterator[Any]) -> None:
+        self._items = items
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await anext(self._items)
+        if isinstance(item, Rollout):
+            return item
+        return asyncio.ensure_future(asyncio.sleep(0, item))
+
+
+class EngineActor(Actor):
+    @property
+    def stream(self) -> Any:
+        class Method:
+            remote = staticmethod(lambda: _Stream(self._worker.items()))
+
+        return Method
+
+
+def run_in_process(recipe: OnlineRecipe, prompts: list[Prompt], *, seed: int = 0, engines: int = 1, score_workers: int = 1) -> RunPlan:
+    """Train by a recipe; the run's folder is written, with the first gradient and the models.
+
+    Answers come in an order drawn from `seed`.
+    """
+    one_rank()
+    train = recipe.train
+    order = PromptOrder(prompts, train.rollout_batch_size, epochs=train.epochs, steps=train.steps, shuffle=False, seed=recipe.seed)
+    slots = {recipe.role_group(role): 1 for role in recipe.placed_roles}
+    slots |= {recipe.role_group(role): score_workers for role in (*recipe.score_roles, *recipe.snapshot_roles)} | {"rollout": engines}
+    slots |= {group: 1 for group in {recipe.role_group("actor"), recipe.role_group("critic")}}
+    plan = run_plan(recipe, [len(order[step]) for step in range(len(order))], slots)
+    folder, delays = RunFolder(recipe.output_dir), Delays(seed)
+    folder.path.mkdir(parents=True)
+    workers, trainers = _workers(recipe, plan, slots, delays, seed)
+    torch.set_num_threads(1)
+    for trainer in trainers:
+        trainer.record_gradient(folder.path / "gradient")
+    recorder = Recorder(recipe, plan, folder, lambda row: None)
+    with patch("ray.put", lambda bucket: bucket), patch("ray.get", lambda bucket: bucket):
+        asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder).run())
+    recorder.close()
+    for trainer in trainers:
+        trainer.save_model(folder.model, folder.critic)
+    return plan
+
+
+def _workers(recipe: OnlineRecipe, plan: RunPlan, slots: dict[str, int], delays: Delays, seed: int) -> tuple[Workers, list[TrainWorker]]:
+    cores = tuple(os.sched_getaffinity(0))
+    total = len(plan.step_groups) * plan.update_epochs * max(1, recipe.samples_per_step // recipe.samples_per_update)
+    trainers = [
+        TrainWorker(recipe, group.roles, rank=0, world_size=1, address="", port=0, total_updates=total, cores=cores)
+        for group in plan.train_groups
+    ]
+    roles: dict[str, tuple[str, ...]] = {}
+    for part in plan.parts:
+        roles[part.group] = (*roles.get(part.group, ()), *part.roles)
+    scorers: dict[str, list[Any]] = {group: [] for group in roles}
+    for group, of_group in roles.items():
+        for _ in range(slots[group]):
+            worker = ScoreWorker(recipe, of_group, cores=cores)
+            worker.ready()
+            scorers[group].append(Actor(worker, delays))
+    engines = [EngineActor(TorchEngine(recipe, seed + number), delays) for number in range(plan.engines)]
+    return Workers(engines, scorers, [[Actor(trainer, delays)] for trainer in trainers]), trainers
