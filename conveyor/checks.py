@@ -15,7 +15,7 @@ from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.rewards.functions import check_columns, load_function
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt
-from conveyor.workers.placement import available, check_devices, default_devices
+from conveyor.workers.placement import SMALLEST_STORE_GIB, available, check_devices, default_devices
 
 
 def check_online(recipe: OnlineRecipe) -> PromptOrder:
@@ -104,6 +104,17 @@ def planned_devices(recipe: OnlineRecipe) -> dict[str, float]:
 def devices_per_worker(recipe: OnlineRecipe) -> dict[str, int]:
     """Device group → devices of one of its workers, where that is not one."""
     return {recipe.role_group("rollout"): recipe.rollout.tensor_parallel_size}
+
+
+def store_gib(recipe: OnlineRecipe) -> float:
+    """Object store for two versions of the weights of actor and critic snapshot, and half a GiB for the samples.
+
+    A hub id's size is not known before it is loaded. Files may hold half the bytes of the trained weights.
+    """
+    published = ["actor", *(role for role in recipe.snapshot_roles if role == "critic_snapshot")]
+    folder = Path(recipe.model.path).expanduser()
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    return SMALLEST_STORE_GIB + len(published) * 2 * 2 * files / 2**30
 
 
 def _models(recipe: OnlineRecipe) -> dict[str, sections.Model]:

@@ -158,5 +158,9 @@ class Checkpoint(Section):
 
 class Ray(Section):
     address: str | None = Field(None, description="cluster to join; default: RAY_ADDRESS, else a local one")
-    object_store_gib: PositiveFloat | None = Field(None, description="object store of a local Ray; default: 0.5 on CPU, Ray's own on GPU")
+    object_store_gib: PositiveFloat | None = Field(
+        None, description="object store of a local Ray; default: room for two versions of the weights on CPU, Ray's own on GPU"
+    )
+        None, description="object store of a local Ray; default: room for two versions of the weights on CPU, Ray's own on GPU"
+    )
     placement_timeout: PositiveFloat = Field(10.0, description="seconds to wait for the devices asked for")

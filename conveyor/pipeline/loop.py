@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from conveyor.checks import check_online, devices_per_worker, load_held_out, planned_devices
+from conveyor.checks import check_online, devices_per_worker, load_held_out, planned_devices, store_gib
 from conveyor.config import OnlineRecipe, RunError, UserError
 from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.executor import Executor
@@ -42,7 +42,9 @@ def run_online(recipe: OnlineRecipe, gradient_folder: Path | None = None) -> dic
     """
     order = check_online(recipe)
     sizes = devices_per_worker(recipe)
-    with Placement.create(planned_devices(recipe), recipe.ray, telemetry=recipe.telemetry, devices_per_worker=sizes) as placement:
+    with Placement.create(
+        planned_devices(recipe), recipe.ray, telemetry=recipe.telemetry, devices_per_worker=sizes, store_gib=store_gib(recipe)
+    ) as placement:
         try:
             return run_placed(recipe, order, placement, gradient_folder=gradient_folder)
         except RayTaskError as error:

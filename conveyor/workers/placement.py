@@ -38,8 +38,14 @@ class Devices:
         return f"{self.count:g} {noun}{'' if self.count == 1 else 's'}"
 
 
-def connect(ray_section: sections.Ray, telemetry: bool = False) -> bool:
+SMALLEST_STORE_GIB = 0.5
+
+
+def connect(ray_section: sections.Ray, telemetry: bool = False, store_gib: float = SMALLEST_STORE_GIB) -> bool:
     """Join the cluster at `address` or RAY_ADDRESS, or start a local Ray.
+
+    Args:
+        store_gib: object store of a local Ray without GPUs, where the recipe does not say.
 
     Returns:
         True where a local Ray was started, which the caller then has to shut down.
@@ -65,7 +71,7 @@ def connect(ray_section: sections.Ray, telemetry: bool = False) -> bool:
             raise UserError(f"{key}: could not join a Ray cluster at {address} ({str(error).splitlines()[0]}); {hint}") from None
         return False
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    gib = ray_section.object_store_gib or (None if gpus else 0.5)
+    gib = ray_section.object_store_gib or (None if gpus else store_gib)
     store = None if gib is None else int(gib * 2**30)
     ray.init(address="local", num_cpus=cores, num_gpus=gpus, include_dashboard=False, object_store_memory=store, **quiet)
     return True
@@ -171,12 +177,14 @@ class Placement:
         *,
         telemetry: bool = False,
         devices_per_worker: Mapping[str, int] | None = None,
+        store_gib: float = SMALLEST_STORE_GIB,
     ) -> Placement:
         """Join or start Ray and reserve the groups.
 
         Args:
             devices: group → devices; fractions below one share a device.
             devices_per_worker: group → devices of one slot (an engine's tensor parallel size), default 1.
+            store_gib: see `connect`.
 
         Raises:
             UserError: more is asked for than the cluster has (said before Ray is started), or what
@@ -187,7 +195,7 @@ class Placement:
         there = available(ray_section)
         owners = check_devices(devices, there, devices_per_worker)
         amounts = [amount for _, amount in owners]
-        started = connect(ray_section, telemetry)
+        started = connect(ray_section, telemetry, store_gib)
         try:
             reservation = _reserve(devices, amounts, there, ray_section.placement_timeout)
         except BaseException:

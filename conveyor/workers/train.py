@@ -47,7 +47,7 @@ from conveyor.workers.reports import (
     UpdateContext,
     WorkerInfo,
 )
-from conveyor.workers.weight_sync import publish
+from conveyor.workers.weight_sync import BucketWriter, publish
 
 
 @dataclass(slots=True)
@@ -88,6 +88,7 @@ class TrainWorker:
         self._in_update: list[_Prepared] = []
         """Trained since the last optimizer step."""
         self._gradient_file: Path | None = None
+        self._bucket_writer = BucketWriter()
         if cores is not None:
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
@@ -239,7 +240,7 @@ class TrainWorker:
     def publish(self, version: int, role: str) -> Publication | None:
         """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them."""
         verify = self._recipe.pipeline.verify_sync
-        return publish(self._engines[role].named_weights(), version, role, verify=verify, keep=self._rank == 0)
+        return publish(self._engines[role].named_weights(), version, role, verify=verify, keep=self._rank == 0, writer=self._bucket_writer)
 
     def finish_step(self, step: int) -> list[SampleRow]:
         """Forget a step's micro-batches; returns the rows of this rank's samples, in prompt order."""

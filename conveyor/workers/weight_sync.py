@@ -55,7 +55,7 @@ def publish(
     verify: bool,
     keep: bool = True,
     put: Callable[[Bucket], Any] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    writer: BucketWriter | None = None,
 ) -> Publication | None:
     """Put weights into the object store; at most one bucket is held beside it.
 
@@ -65,7 +65,8 @@ def publish(
         verify: add a checksum per tensor.
         keep: False on ranks other than 0, which walk the iterator (its gathers are collective)
             and get None.
-        put: stores a bucket and returns its reference; default: `ray.put`.
+        put: stores a copy of a bucket and returns its reference; default: `ray.put`.
+        writer: kept by the caller from version to version, so that its memory is touched for the first time only once.
     """
     start = time.time()
     if not keep:
@@ -78,7 +79,7 @@ def publish(
         put = ray.put
     checksums: dict[str, str] = {}
     references, nbytes = [], 0
-    waiting = _BucketWriter(bucket_bytes)
+    waiting = writer or BucketWriter()
     for name, tensor in named_weights:
         assert name not in checksums, f"{name} was published twice"
         checksums[name] = checksum(tensor) if verify else ""
@@ -133,10 +134,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-class _BucketWriter:
-    """Copies tensors behind each other into one array; a tensor larger than a bucket gets its own."""
+class BucketWriter:
+    """Copies tensors behind each other into one array, which is used for bucket after bucket: memory touched for the first time costs
+    several times the copy. A tensor larger than a bucket has the bucket for itself."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
         self.places: list[Place] = []
         self.used = 0
@@ -147,12 +149,15 @@ class _BucketWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         if not self.places:
-            self.data = torch.empty(max(self.bucket_bytes, tensor.nbytes), dtype=torch.uint8)
+            needed = max(self.bucket_bytes, tensor.nbytes)
+            if len(self.data) < needed:
+                self.data = torch.empty(needed, dtype=torch.uint8)
         self.data[self.used : self.used + tensor.nbytes] = _bytes(tensor)
         self.places.append(Place(name, tensor.dtype, tuple(tensor.shape), self.used))
         self.used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def take(self) -> Bucket:
+        """The bucket so far, a view that the next `add` overwrites."""
         # `used` is rounded up, perhaps beyond the array, where slicing stops. NumPy's empty arrays
         # have stride 0, which torch cannot view as another dtype: keep a byte of them.
         bucket = Bucket(tuple(self.places), self.data[: max(self.used, 1)].numpy())

@@ -7,6 +7,7 @@ happen in any order. vLLM: `TorchEngine` samples with the policy's own weights, 
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import random
 import time
@@ -169,7 +170,7 @@ def run_in_process(recipe: OnlineRecipe, prompts: list[Prompt], *, seed: int = 0
     for trainer in trainers:
         trainer.record_gradient(folder.path / "gradient")
     recorder = Recorder(recipe, plan, folder, lambda row: None)
-    with patch("ray.put", lambda bucket: bucket), patch("ray.get", lambda bucket: bucket):
+    with patch("ray.put", copy.deepcopy), patch("ray.get", lambda bucket: bucket):
         asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder).run())
     recorder.close()
     for trainer in trainers:

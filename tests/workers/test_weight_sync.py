@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conveyor.workers.weight_sync import Bucket, checked, checksum, publish, read
+from conveyor.workers.weight_sync import Bucket, BucketWriter, checked, checksum, publish, read
 
 WEIGHTS = {
     "embed": torch.randn(7, 3, generator=torch.Generator().manual_seed(0)),
@@ -30,7 +30,7 @@ class Store(list[Bucket]):
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 200, 2**20])
 def test_what_is_published_is_read(bucket_bytes: int) -> None:
     store = Store()
-    publication = publish(WEIGHTS.items(), 3, "actor", verify=True, put=store.put, bucket_bytes=bucket_bytes)
+    publication = publish(WEIGHTS.items(), 3, "actor", verify=True, put=store.put, writer=BucketWriter(bucket_bytes))
     assert publication is not None
     assert (publication.version, publication.role) == (3, "actor")
     assert publication.nbytes == 7 * 3 * 4 + 5 * 2 + 4 + 3 + 6 * 4
@@ -47,7 +47,7 @@ def test_what_is_published_is_read(bucket_bytes: int) -> None:
 def test_any_shapes_and_bucket_sizes(shapes: list[list[int]], bucket_bytes: int) -> None:
     weights = [(f"w{i}", torch.rand(shape, dtype=(torch.float32, torch.bfloat16)[i % 2])) for i, shape in enumerate(shapes)]
     store = Store()
-    publication = publish(weights, 1, "actor", verify=True, put=store.put, bucket_bytes=bucket_bytes)
+    publication = publish(weights, 1, "actor", verify=True, put=store.put, writer=BucketWriter(bucket_bytes))
     assert publication is not None
     mismatched: list[str] = []
     arrived = list(checked(read(publication, get=store.get), publication.checksums, mismatched))
