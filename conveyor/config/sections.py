@@ -161,6 +161,4 @@ class Ray(Section):
     object_store_gib: PositiveFloat | None = Field(
         None, description="object store of a local Ray; default: room for two versions of the weights on CPU, Ray's own on GPU"
     )
-        None, description="object store of a local Ray; default: room for two versions of the weights on CPU, Ray's own on GPU"
-    )
     placement_timeout: PositiveFloat = Field(10.0, description="seconds to wait for the devices asked for")

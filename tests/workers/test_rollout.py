@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from conveyor.config import sections
 from conveyor.types import Prompt, Rollout, SampleId
-from conveyor.workers.reports import Publication, SampleDone
+from conveyor.workers.reports import EvaluationAborted, Publication, SampleDone
 from conveyor.workers.rollout import sample_seed
 from conveyor.workers.weight_sync import Bucket, publish
 from tests.conftest import ENGINE_MODEL_LENGTH, ENGINE_ROLLOUT, ENGINE_SEED
@@ -234,6 +234,32 @@ def test_install_in_flight_keeps_requests(
         right = torch.stack([transformers_logprobs(models[v], rollout) for v in range(5)])
         own = right.gather(0, rollout.versions[None].long())[0]
         torch.testing.assert_close(rollout.logprobs, own, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_of_one_version_and_gives_way_to_an_install(
+    streams: tuple[Any, Any], engine: Any, model: torch.nn.Module, restored: None
+) -> None:
+    call(engine.evaluate.remote(prompt(-1, 20), 2, 0, 0.0))
+    greedy = [next_sample(streams[0])[1] for _ in range(2)]
+    assert torch.equal(greedy[0].response_ids, greedy[1].response_ids) and {rollout.id.group for rollout in greedy} == {-1}
+    for i in range(2, 6):
+        call(engine.evaluate.remote(prompt(-i, 20), 4, 0))
+    call(engine.submit.remote(prompt(1, 20), 2))
+    call(engine.install.remote(published(changed(model, 1), 1)))
+    call(engine.evaluate.remote(prompt(-6, 20), 1, 0))  # too late: the engine holds version 1
+    aborted, kept = set[SampleId](), set[SampleId]()
+    while len(aborted) + len(kept) < 19:
+        item = call(next(streams[0]))
+        if isinstance(item, EvaluationAborted):
+            assert item.version == 0
+            aborted.add(item.id)
+            continue
+        rollout = call(next(streams[0]))
+        kept.add(item.id)
+        assert item.id.group >= 0 or set(rollout.versions.tolist()) == {0}
+    assert SampleId(-6, 0) in aborted and len(aborted) > 5
+    assert {SampleId(1, 0), SampleId(1, 1)} <= kept, "the training's requests live on"
 
 
 @pytest.mark.slow
