@@ -69,6 +69,7 @@ def sample_report(sample: Scored, weights: Mapping[str, float], algorithm: secti
         loss_tokens=len(rollout.response_ids) if _in_loss(sample, score, algorithm) else 0,
         truncated=rollout.truncated,
         oldest_version=int(rollout.versions.min()),
+        version_sum=int(rollout.versions.sum()),
     )
 
 

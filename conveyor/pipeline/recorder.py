@@ -230,6 +230,7 @@ class Recorder:
             "truncated_fraction": _mean([float(sample.truncated) for sample in samples]),
             "tokens": sum(lengths),
             "staleness/max": step - min(sample.oldest_version for sample in samples),
+            "staleness/mean": step - sum(sample.version_sum for sample in samples) / max(1, sum(lengths)),
         }
 
     def _optim_metrics(self, reports: Sequence[OptimReport]) -> dict[str, Any]:

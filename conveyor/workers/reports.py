@@ -92,6 +92,8 @@ class SampleReport:
     loss_tokens: int
     truncated: bool
     oldest_version: int
+    version_sum: int
+    """Over tokens, of the versions that sampled them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class Rank(FakeActor):
 
     def _prepare(self, key: Any, rollouts: list[Any], scores: list[Any]) -> PrepareReport:
         mine = rollouts[self._rank :: self._ranks]
-        samples = [SampleReport(SampleId(p.index, k), {"r": 1.0}, 1.0, 1.0, 0.3, 3, 3, True, key.step) for p, k in mine]
+        samples = [SampleReport(SampleId(p.index, k), {"r": 1.0}, 1.0, 1.0, 0.3, 3, 3, True, key.step, 3 * key.step) for p, k in mine]
         return PrepareReport(key, tuple(samples), None, span())
 
     def _forward_backward(self, key: Any, context: Any, last: bool) -> TrainReport:

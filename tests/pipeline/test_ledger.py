@@ -23,7 +23,7 @@ def recipe(method: str = "grpo", **algorithm: object) -> OnlineRecipe:
 
 
 def report(group: int, sample: int, outcome: float | None, tokens: int) -> SampleReport:
-    return SampleReport(SampleId(group, sample), {"r": outcome}, outcome, outcome, None, tokens, tokens, False, 0)
+    return SampleReport(SampleId(group, sample), {"r": outcome}, outcome, outcome, None, tokens, tokens, False, 0, 0)
 
 
 def fill(ledger: Ledger, cut: list[list[SampleReport]], moments: Moments | None = None) -> list[MicroBatchKey]:

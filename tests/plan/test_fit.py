@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from conveyor.config import UserError
+from conveyor.pipeline.run_plan import run_plan
 from conveyor.plan.costs import Linear, TaskCosts, TrainerCosts
 from conveyor.plan.engines import Iterations
-from conveyor.plan.fit import Profile, fit, fit_linear, validate
+from conveyor.plan.fit import Profile, fit, fit_linear, for_parts, validate
 from conveyor.plan.lengths import Workload
 from conveyor.plan.record import read_run
 from conveyor.plan.simulate import simulate
@@ -31,8 +32,6 @@ def write_run(folder: Path, costs: TaskCosts = TRUE, lengths: str = "lognormal:m
     """The folder of a run that took exactly the times of `costs`."""
     made = raw(devices=ROLES, roles={}, pipeline=pipeline, rollout={"max_concurrent_requests": 8})
     parsed = recipe(devices=ROLES, roles={}, pipeline=pipeline, rollout={"max_concurrent_requests": 8})
-    from conveyor.pipeline.run_plan import run_plan
-
     plan = run_plan(parsed, [32] * steps, ROLES)
     key = "+".join(plan.parts[0].roles)
     costs = TaskCosts(costs.engine, {key: costs.scorers["judge+reference"]}, costs.trainers, costs.engine_install, 0.0, costs.latency)
@@ -116,3 +115,14 @@ def test_a_folder_without_a_run_is_one_clear_line(tmp_path: Path) -> None:
     (folder / "samples.jsonl").write_text("")
     with pytest.raises(UserError, match="no step has ended"):
         read_run(folder)
+
+
+def test_the_costs_of_one_run_predict_another_whose_parts_are_cut_otherwise() -> None:
+    """With staleness, snapshots are scored apart from rewards."""
+    made = recipe("grpo", rollout={"n_samples_per_prompt": 2}, train={"train_batch_size": 16}, pipeline={"max_staleness": 1})
+    fitted = TaskCosts(TRUE.engine, {"judge+policy_snapshot+reference": Linear(0.3, per_token=3e-4)}, TRUE.trainers)
+    parts = for_parts(fitted, made).scorers
+    assert {frozenset(name.split("+")): cost.constant for name, cost in parts.items()} == {
+        frozenset({"judge", "reference"}): pytest.approx(0.2),
+        frozenset({"policy_snapshot"}): pytest.approx(0.1),
+    }

@@ -1,0 +1,79 @@
+"""The placements that a search looks at.
+
+Left out: a critic on a group of its own (it goes with the actor), reward roles on groups of their own, devices shared by fractions,
+and engines with tensor parallelism on a group that also trains (a slot of a group holds one rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from conveyor.config import OnlineRecipe
+from conveyor.plan.lengths import LengthFacts
+from conveyor.plan.predict import CostSource
+
+LARGEST_CONCURRENCY = 1024
+
+
+def candidates(
+    recipe: OnlineRecipe, source: CostSource, lengths: LengthFacts, devices: int, tensor_parallel: Sequence[int]
+) -> Iterator[OnlineRecipe]:
+    """Every placement looked at; which of them fit is not asked here."""
+    for placed in _splits(recipe, devices, tensor_parallel):
+        assert placed.devices is not None
+        engines = int(placed.devices[placed.role_group("rollout")]) // placed.rollout.tensor_parallel_size
+        ranks = int(placed.devices[placed.role_group("actor")])
+        for size in _micro_batch_sizes(recipe, ranks):
+            sized = with_keys(placed, pipeline={"micro_batch_size": size})
+            for concurrency in _concurrencies(sized, source, lengths, engines):
+                yield with_keys(sized, rollout={"max_concurrent_requests": concurrency})
+
+
+def _splits(recipe: OnlineRecipe, devices: int, tensor_parallel: Sequence[int]) -> Iterator[OnlineRecipe]:
+    """All devices are used: what score and train leave is rollout's."""
+    if 1 in tensor_parallel:
+        yield _placed(recipe, {"train": devices}, {"rollout": "train", "score": "train"}, 1)
+    for train in _counts(devices - 1):
+        for score in (0, *_counts(devices - train - 1)):
+            rollout = devices - train - score
+            for width in tensor_parallel:
+                if rollout % width == 0:
+                    groups = {"rollout": rollout, "score": score, "train": train}
+                    yield _placed(recipe, {g: n for g, n in groups.items() if n}, {} if score else {"score": "train"}, width)
+
+
+def _counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, …: powers of two and three times those."""
+    counts = {base << power for base in (1, 3) for power in range(most.bit_length())}
+    return sorted(count for count in counts if count <= most)
+
+
+def _placed(recipe: OnlineRecipe, devices: dict[str, int], roles: dict[str, str], width: int) -> OnlineRecipe:
+    placed = with_keys(recipe, rollout={"tensor_parallel_size": width})
+    return placed.model_copy(update={"devices": {group: float(count) for group, count in devices.items()}, "roles": roles})
+
+
+def _micro_batch_sizes(recipe: OnlineRecipe, ranks: int) -> list[int]:
+    """1, 2, 4, 8 samples a rank, and the recipe's own; no rank without work, no more than an update."""
+    own, n = recipe.pipeline.micro_batch_size, recipe.samples_per_update
+    return sorted(size for size in {own, *(ranks * k for k in (1, 2, 4, 8))} if min(ranks, n) <= size <= n)
+
+
+def _concurrencies(recipe: OnlineRecipe, source: CostSource, lengths: LengthFacts, engines: int) -> list[int]:
+    """The recipe's own, halved too (waves: first micro-batches come earlier); where memory is known, instead all that fits."""
+    n, most = recipe.rollout.n_samples_per_prompt, recipe.rollout.max_concurrent_requests
+    table = next((t for t in source.memory(recipe, lengths) if t.group == recipe.role_group("rollout")), None)
+    if table is not None:
+        cache = table.items["KV cache"]
+        most = min(LARGEST_CONCURRENCY, int((table.limit - table.total + cache) / (cache / most)))
+    # More than an engine's share of the samples in flight changes nothing.
+    most = min(most, -(-recipe.samples_per_step * (recipe.pipeline.max_staleness + 1) // engines))
+    found = {size // n * n for size in (most, most // 2, most // 4)}
+    # Where not even one group fits, the check of memory says so.
+    return sorted(size for size in found if size >= n) or [n]
+
+
+def with_keys(recipe: OnlineRecipe, **sections: dict[str, Any]) -> OnlineRecipe:
+    """A copy with changed keys, which are known to be sound."""
+    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=keys) for name, keys in sections.items()})

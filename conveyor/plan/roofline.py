@@ -1,0 +1,176 @@
+"""Costs from first principles: a task takes as long as its arithmetic, its memory traffic or its communication, whichever is longest.
+
+The idea is the roofline model's (Williams, Waterman, Patterson 2009); for transformers see Kaplan et al. 2020 (arithmetic), Pope et al.
+2022 (decoding) and Rajbhandari et al. 2020 (ZeRO's communication). How much of the data sheet programs get: `hardware.py`. Reward
+functions in Python cost nothing here. Weights travel by NCCL; over Ray's object store they take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from conveyor.config import OnlineRecipe
+from conveyor.pipeline.run_plan import ScorePart, TrainGroup
+from conveyor.plan import hardware
+from conveyor.plan.engines import Iterations
+from conveyor.plan.hardware import GPU
+from conveyor.plan.lengths import LengthFacts, Size
+from conveyor.plan.memory import BYTES, GroupMemory, Shapes, engine_bytes, group_memory, score_shards
+from conveyor.plan.models import ModelShape
+
+CHECKPOINT_BANDWIDTH = 1e9
+"""Bytes/s that a rank writes to disk."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Costs and memory of any placement of a recipe's roles on one kind of GPU."""
+
+    shapes: Shapes
+    gpu: GPU
+
+    def costs(self, recipe: OnlineRecipe) -> RooflineCosts:
+        return RooflineCosts(recipe, self.shapes, self.gpu)
+
+    def shards(self, recipe: OnlineRecipe, group: str) -> int:
+        return score_shards(recipe, self.shapes, self.gpu, group)
+
+    def memory(self, recipe: OnlineRecipe, lengths: LengthFacts) -> list[GroupMemory]:
+        return group_memory(recipe, self.shapes, self.gpu, lengths)
+
+
+@dataclass(frozen=True)
+class RooflineCosts:
+    """The cost model of one recipe with `devices`."""
+
+    recipe: OnlineRecipe
+    shapes: Shapes
+    gpu: GPU
+    latency: float = hardware.LATENCY_SECONDS
+
+    @property
+    def devices(self) -> dict[str, int]:
+        assert self.recipe.devices is not None
+        return {group: max(1, int(count)) for group, count in self.recipe.devices.items()}
+
+    # ── rollout ──────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def engine(self) -> Iterations:
+        """Decoding reads all weights and the cache of every running sample once an iteration, and does 2 operations a parameter
+        for each sample. With tensor parallelism everything is split, and each layer adds two all-reduces of its hidden state,
+        2 (w − 1)/w of the bytes of it each."""
+        shape, gpu, width, size = self.shapes.policy, self.gpu, self.recipe.rollout.tensor_parallel_size, engine_bytes(self.recipe)
+        read, flops = gpu.bandwidth * hardware.BANDWIDTH_EFFICIENCY * width, gpu.flops * hardware.FORWARD_EFFICIENCY * width
+        reductions = 2 * shape.layers if width > 1 else 0
+        sent = reductions * 2 * (width - 1) / width * shape.hidden * size / gpu.link(width)
+        # An embedding is looked up, not multiplied with: one matrix of vocabulary size is read, the output layer's.
+        used = shape.layers * shape.layer_parameters + shape.vocab * shape.hidden
+        return Iterations(
+            constant=hardware.ITERATION_SECONDS + reductions * hardware.COLLECTIVE_SECONDS,
+            per_sample=hardware.SAMPLE_SECONDS + sent,
+            weights=used * size / read,
+            compute=(shape.token_flops + shape.head_flops) / flops,
+            per_cached_token=shape.cache_bytes(size) / (read / width * min(width, shape.kv_heads)),
+            per_prompt_token=shape.token_flops / flops + sent,
+        )
+
+    # ── score ────────────────────────────────────────────────────────────────────────────────────
+
+    def score(self, part: ScorePart, samples: Sequence[Size]) -> float:
+        functions = {reward.name for reward in self.recipe.rewards if reward.function is not None}
+        shards = score_shards(self.recipe, self.shapes, self.gpu, part.group)
+        return hardware.TASK_SECONDS + sum(self._forward(role, samples, shards) for role in part.roles if role not in functions)
+
+    def _forward(self, role: str, samples: Sequence[Size], shards: int) -> float:
+        """Weights spread over several GPUs are fetched a layer at a time."""
+        shape = self.shapes.of(role)
+        weights = shape.parameters * BYTES[self.recipe.model.dtype]
+        arithmetic = self._flops(role, samples) / (self.gpu.flops * hardware.FORWARD_EFFICIENCY * shards)
+        reading = weights / (self.gpu.bandwidth * hardware.BANDWIDTH_EFFICIENCY)
+        fetching = weights * (shards - 1) / shards / self.gpu.link(shards)
+        return _together(max(arithmetic, reading), fetching)
+
+    def _flops(self, role: str, samples: Sequence[Size]) -> float:
+        """Of a forward pass over samples padded to the longest; the output layer sees response tokens only."""
+        if not samples:
+            return 0.0
+        shape = self.shapes.of(role)
+        longest, response = max(size.total for size in samples), max(size.response for size in samples)
+        head = shape.head_flops * response if role in ("actor", "reference", "policy_snapshot") else 0.0
+        return len(samples) * (shape.token_flops * longest + shape.attention_flops(longest) + head)
+
+    # ── train ────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, group: TrainGroup, samples: Sequence[Size]) -> float:
+        return hardware.TASK_SECONDS / 5
+
+    def train(self, group: TrainGroup, samples: Sequence[Size]) -> float:
+        """The slowest rank's share, samples[rank::ranks]: a backward pass is two forward ones, recomputation a third."""
+        ranks = self.devices[group.group]
+        passes = 4 if self.recipe.model.gradient_checkpointing else 3
+        slowest = 0.0
+        for rank in range(min(ranks, len(samples))):
+            share = samples[rank::ranks]
+            slowest = max(slowest, sum(self._flops(role, share) for role in group.roles))
+        arithmetic = passes * slowest / (self.gpu.flops * hardware.TRAIN_EFFICIENCY)
+        return hardware.TASK_SECONDS + _together(arithmetic, self._communication(group, ranks))
+
+    def _communication(self, group: TrainGroup, ranks: int) -> float:
+        """Of one micro-batch. ZeRO-3 fetches the weights in the forward and again in the backward pass; ZeRO-2 and 3 reduce fp32
+        gradients after each; below, they are reduced once an update."""
+        stage, parameters = self.recipe.train.zero_stage, self._parameters(group)
+        fetched = 2 * parameters * BYTES[self.recipe.model.dtype] if stage == 3 else 0.0
+        reduced = 4 * parameters if stage >= 2 else 0.0
+        return (fetched + reduced) * (ranks - 1) / ranks / self.gpu.link(ranks)
+
+    def update(self, group: TrainGroup) -> float:
+        """Adam reads and writes its 12 bytes a parameter, reads gradients and writes weights: 30 bytes. Offloaded, the same happens in
+        host memory, and gradients and weights cross over."""
+        stage, parameters, ranks = self.recipe.train.zero_stage, self._parameters(group), self.devices[group.group]
+        own = parameters / (ranks if stage >= 1 else 1)
+        size = BYTES[self.recipe.model.dtype]
+        if self.recipe.train.offload_optimizer:
+            stepping = own * (30 / hardware.HOST_BANDWIDTH + (4 + size) / self.gpu.host_link)
+        else:
+            stepping = own * 30 / (self.gpu.bandwidth * hardware.BANDWIDTH_EFFICIENCY)
+        a_parameter = {0: 2 * 4, 1: 4 + size, 2: size, 3: 0}[stage]
+        return hardware.TASK_SECONDS + stepping + parameters * a_parameter * (ranks - 1) / ranks / self.gpu.link(ranks)
+
+    def _parameters(self, group: TrainGroup) -> float:
+        return float(sum(self.shapes.of(role).parameters for role in group.roles))
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────────
+
+    def publish(self, group: TrainGroup) -> float:
+        """ZeRO-3 gathers the shards of a bucket; the others have whole weights on every rank."""
+        ranks = self.devices[group.group]
+        if self.recipe.train.zero_stage < 3:
+            return hardware.TASK_SECONDS
+        sent = self._parameters(group) * BYTES[self.recipe.model.dtype] * (ranks - 1) / ranks
+        return hardware.TASK_SECONDS + sent / self.gpu.link(ranks)
+
+    def install_engine(self) -> float:
+        return self._broadcast(self.shapes.policy)
+
+    def install_snapshot(self, part: ScorePart) -> float:
+        """Snapshots are received one after the other."""
+        return sum(self._broadcast(self.shapes.of(role)) for role in part.roles if role.endswith("_snapshot"))
+
+    def _broadcast(self, shape: ModelShape) -> float:
+        """All receivers at once, in a chain of chunks: about one crossing of the slowest link, however many they are."""
+        receivers = sum(self.devices.values()) - 1
+        return hardware.TASK_SECONDS + shape.parameters * BYTES[self.recipe.model.dtype] / self.gpu.broadcast_link(receivers)
+
+    def checkpoint(self, group: TrainGroup) -> float:
+        return self._parameters(group) * 14 / self.devices[group.group] / CHECKPOINT_BANDWIDTH
+
+    def finish(self, group: TrainGroup) -> float:
+        return 0.0
+
+
+def _together(one: float, other: float) -> float:
+    """Seconds of two things of which a part of the shorter hides behind the longer."""
+    return max(one, other) + (1 - hardware.OVERLAP) * min(one, other)
