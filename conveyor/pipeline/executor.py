@@ -111,16 +111,20 @@ class Executor:
         try:
             self._launch()
             while not self.scheduler.finished:
-                event = await self._events.get()
-                if isinstance(event, BaseException):
-                    raise event
-                self.scheduler.handle(event)
-                if isinstance(event, SampleFinished):
-                    self._record_samples(event.id.group)
+                self._handle(await self._events.get())
+                while not self._events.empty():
+                    self._handle(self._events.get_nowait())
                 self._launch()
         finally:
             for task in self._tasks:
                 task.cancel()
+
+    def _handle(self, event: Event | BaseException) -> None:
+        if isinstance(event, BaseException):
+            raise event
+        self.scheduler.handle(event)
+        if isinstance(event, SampleFinished):
+            self._record_samples(event.id.group)
 
     def _launch(self) -> None:
         for action in self.scheduler.actions():
