@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,17 +45,16 @@ class Prompt:
     """Every other column of the row; reaches reward functions."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleId:
-    """Names a sample for the whole run. Orders by prompt, then by sample: the *prompt order*."""
+class SampleId(NamedTuple):
+    """Names a sample for the whole run. Orders by prompt, then by sample: the *prompt order*.
+
+    A tuple, because thousands of them are compared, hashed and sent in every step.
+    """
 
     group: int
     """`Prompt.index`"""
     sample: int
     """0 … n_samples_per_prompt − 1"""
-
-    def __lt__(self, other: SampleId) -> bool:
-        return (self.group, self.sample) < (other.group, other.sample)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TextIO
 
@@ -49,6 +49,9 @@ class Event:
         return self.device or self.worker
 
 
+FIELDS = tuple(field.name for field in fields(Event))
+
+
 class EventLog:
     """Appends events to a file, one JSON object a line. `flush` (once a step) makes them visible to readers."""
 
@@ -56,7 +59,8 @@ class EventLog:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def append(self, event: Event) -> None:
-        self._file.write(json.dumps(asdict(event)) + "\n")
+        # Not dataclasses.asdict, which copies every value and took a seventh of the driver's time.
+        self._file.write(json.dumps({name: getattr(event, name) for name in FIELDS}) + "\n")
 
     def flush(self) -> None:
         self._file.flush()
@@ -74,10 +78,10 @@ class EventLog:
 def read_events(path: Path) -> list[Event]:
     """The events of a file, of a finished or a running run. Raises ValueError naming file and line where a line is no event."""
     events = []
-    for number, fields in read_objects(path):
+    for number, values in read_objects(path):
         try:
-            samples = tuple((group, sample) for group, sample in fields.pop("samples", ()))
-            events.append(Event(**fields, samples=samples))
+            samples = tuple((group, sample) for group, sample in values.pop("samples", ()))
+            events.append(Event(**values, samples=samples))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: not an event ({error})") from error
     return events

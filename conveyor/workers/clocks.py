@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 PINGS = 5
+READING_ERROR = 1e-6
+"""Seconds; a float of today's seconds since 1970 is off by a quarter of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +36,4 @@ async def clock_offset(read: Callable[[], Awaitable[float]], now: Callable[[], f
         answered = now()
         best = min(best, (answered - asked, theirs - (asked + answered) / 2))
     round_trip, offset = best
-    return offset if abs(offset) > round_trip / 2 else 0.0
+    return offset if abs(offset) > round_trip / 2 + READING_ERROR else 0.0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from conveyor.algorithms.metrics import Metrics, Moments
 from conveyor.types import SampleId
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class MicroBatchKey:
+class MicroBatchKey(NamedTuple):
     """Names a micro-batch: the `number`-th of the `update`-th base update of a step.
 
     With several passes over a step, update u of pass p trains the same micro-batches again.
