@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
 from conveyor.config import OnlineRecipe, UserError, load_recipe, parse_recipe
 from conveyor.pipeline.loop import run_online
 from conveyor.report.progress import read_metrics
-from conveyor.report.tables import Cell, table
+from conveyor.report.tables import Cell, table, wide_console
 from conveyor.run_folder import RunFolder
 
 STEPS = 3
@@ -179,7 +178,7 @@ def _print(found: Parity) -> None:
         ["gradient of the first update", found.gradient.relative, found.gradient.largest],
         *([name, None, apart] for name, apart in found.metrics.items()),
     ]
-    console = Console()
+    console = wide_console()
     console.print(table(f"Overlap on against off, {found.steps} steps", ["", "relative", "largest"], rows))
     console.print(f"{found.samples_differing} of {found.samples} samples differ", highlight=False)
     console.print(f"median step: {found.seconds_off:.2f} s off, {found.seconds_on:.2f} s on", highlight=False)

@@ -20,7 +20,7 @@ from conveyor.plan.predict import CostSource, Prediction, simulated_steps
 from conveyor.plan.record import read_run
 from conveyor.plan.roofline import Roofline
 from conveyor.plan.search import MOST_STALENESS, Found, search
-from conveyor.report.tables import Cell, table
+from conveyor.report.tables import Cell, table, wide_console
 
 MOST_DEVICES = 4096
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Carry the command out. Raises UserError for bad input."""
-    console = Console()
+    console = wide_console()
     if known.validate:
         console.print(*validation_tables(validate(read_run(known.validate))))
         if known.recipe is None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from conveyor.config import UserError
 from conveyor.report.page import write_pages
 from conveyor.report.summary import Run, metrics_sheet, read_run, time_sheets
-from conveyor.report.tables import table
+from conveyor.report.tables import table, wide_console
 from conveyor.report.trace import write_trace
-
-PLAIN_WIDTH = 120
-"""Characters of a line where nobody says how many fit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,19 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="tables and timeline of one step (default: all, and the last three)")
 
 
-def run(known: argparse.Namespace, rest: list[str]) -> int:
+def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Prints the tables and writes RUN/trace.json, RUN/timeline.png and RUN/report.html; returns the exit status.
 
     Raises:
         UserError: the folder holds no run that a report can be made of, or the run has no such step.
     """
-    if rest:
-        raise UserError(f"{rest[0]}: unknown argument")
+    if overrides:
+        raise UserError(f"--{next(iter(overrides))}: unknown argument")
     found = read_run(Path(known.folder))
     _check_step(found, known.step)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = wide_console()
     so_far = "" if found.finished else " so far: it is going on, or ended before its model was saved"
     console.print(f"{found.folder}: {len(found.metrics)} steps{so_far}", markup=False, highlight=False, soft_wrap=True)
     written = []

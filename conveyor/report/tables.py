@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
+PLAIN_WIDTH = 130
 Cell = str | int | float | None
+
+
+def wide_console() -> Console:
+    """Standard output; where it is no terminal, wide enough for a table of ten columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:

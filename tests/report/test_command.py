@@ -37,7 +37,7 @@ def report(*arguments):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     known, rest = parser.parse_known_args([str(argument) for argument in arguments])
-    return command.run(known, rest)
+    return command.run(known, {word.removeprefix("--"): value for word, value in zip(rest[::2], rest[1::2], strict=True)})
 
 
 def tables(capsys):
