@@ -14,7 +14,7 @@ carries actions out on Ray actors, the simulator on a virtual clock; both drive 
 | Score part         | all samples of the micro-batch; a free worker; snapshots: version = step     |
 | Prepare            | every part of the micro-batch                                                |
 | Train              | its turn in the update; with group baselines: its groups prepared; with      |
-|                    | whitening: the whole update prepared; the train group free                   |
+|                    | whitening: the whole update prepared; at most one other at the train group   |
 | Update             | every micro-batch of the update trained                                      |
 | Publish            | the step's last update                                                       |
 | InstallEngine      | the version published; without in-flight updates: the engine drained         |
@@ -245,7 +245,7 @@ class Scheduler:
                 heapq.heappop(self._to_score[part])
                 self._busy_workers.add((self.plan.parts[part].group, worker))
             case Train() | Update() | Publish() | Checkpoint() | Finish():
-                self._lines[action.train_group].busy = True
+                self._lines[action.train_group].start(action)
 
     def _open_step(self, step: int) -> None:
         if step not in self._updates:

@@ -4,7 +4,7 @@
 |----------------------------------|------------------------------------------------------------------------------------------|
 | score, prepare, train            | seconds against tokens (or samples) of each micro-batch, on its slowest rank             |
 | update, publish, install, …      | mean seconds                                                                             |
-| latency                          | gaps between train tasks, updates and publishes that follow one another                  |
+| latency                          | gaps before updates and publishes                                                        |
 | engine                           | a sample of R tokens stays for R iterations and the rest of the one it comes in; one     |
 |                                  | with r samples running takes a + b · r                                                   |
 
@@ -122,23 +122,16 @@ def fit_linear(samples: Array, tokens: Array, seconds: Array) -> Linear:
 
 
 def _latency(events: Sequence[Event]) -> float:
-    """Mean gap between tasks of a train group that follow one another by way of the driver: a train task counts if its micro-batch
-    was prepared before the task ahead of it ended, so that it waited for nothing else."""
+    """Mean gap between tasks of a train group that follow one another by way of the driver: the update after the last train task,
+    the publish after the update. (A train task is sent while the one before it runs.)"""
     gaps: list[float] = []
     ends: dict[tuple[str, int], float] = {}
-    prepared: dict[tuple[str, int, int | None], float] = {}
     for event in sorted(events, key=lambda event: event.start):
-        micro_batch = (event.group, event.step, event.micro_batch)
-        if event.task == "prepare":
-            prepared[micro_batch] = event.end
-        if event.task not in ("train", "update", "publish"):
-            continue
         line = (event.worker, event.step)
-        before = ends.get(line)
-        waited = event.task == "train" and (before is None or prepared.get(micro_batch, before) >= before)
-        if before is not None and not waited:
-            gaps.append(max(0.0, event.start - before))
-        ends[line] = event.end
+        if event.task in ("update", "publish") and line in ends:
+            gaps.append(max(0.0, event.start - ends[line]))
+        if event.task in ("train", "update", "publish"):
+            ends[line] = event.end
     return float(np.mean(gaps)) if gaps else 0.0
 
 

@@ -12,6 +12,7 @@ Left out: evaluations, which give way to everything else (`plan.evaluation` has 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,7 +113,7 @@ class _Simulator:
         self._versions = [plan.start_step] * plan.engines
         self._admitted: dict[SampleId, tuple[float, int, int]] = {}
         """Sample → when it was admitted, step, version."""
-        self._line_free = [0.0] * len(plan.train_groups)
+        self._line_free: dict[tuple[int, bool], float] = defaultdict(float)
         self._workers = [[_names("train", group.group, rank) for rank in range(ranks.get(group.group, 1))] for group in plan.train_groups]
         self._engine_names = [_names("rollout", plan.rollout_group, number) for number in range(plan.engines)]
         snapshots = {role for part in plan.parts for role in part.roles}
@@ -238,8 +239,9 @@ class _Simulator:
             samples: dealt out to the ranks in turn, as in a run.
             ranks: those that record it; None: all.
         """
-        start = max(self.now + self.costs.latency, self._line_free[number])
-        self._line_free[number] = end = start + seconds
+        thread = number, task == "prepare"  # which has a thread of its own
+        start = max(self.now + self.costs.latency, self._line_free[thread])
+        self._line_free[thread] = end = start + seconds
         if task is not None:
             group, workers = self.plan.train_groups[number], self._workers[number]
             role, names = "+".join(group.roles), [(sample.group, sample.sample) for sample in samples]

@@ -237,7 +237,7 @@ class Placement:
             share: part of the slot it takes; the shares of a slot's workers may not pass 1.
             env: further environment variables of its process.
             concurrency: method calls that may run at once, in threads; default: the class's own
-                `max_concurrency`, else 1.
+                `max_concurrency`, else 1. Methods of a group in the class's `concurrency_groups` have threads of their own.
             kwargs: of its constructor.
         """
         import ray
@@ -256,7 +256,9 @@ class Placement:
         )
         if name is not None:
             options["name"] = name
-        actor: Any = ray.remote(cls).options(**options).remote(**kwargs)
+        groups: Any = {"concurrency_groups": cls.concurrency_groups} if hasattr(cls, "concurrency_groups") else {}
+        remote: Any = ray.remote(**groups)(cls) if groups else ray.remote(cls)
+        actor = remote.options(**options).remote(**kwargs)
         self._actors.append(actor)
         return actor
 

@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import ray
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -62,7 +63,12 @@ class _Prepared:
 
 
 class TrainWorker:
-    """Trains the models of one train group, on one rank."""
+    """Trains the models of one train group, on one rank.
+
+    `prepare` has a thread of its own: it touches nothing but the books of its micro-batch, and the device goes on meanwhile.
+    """
+
+    concurrency_groups: ClassVar = {"prepare": 1}
 
     def __init__(
         self,
@@ -116,6 +122,7 @@ class TrainWorker:
 
     # ── a micro-batch ────────────────────────────────────────────────────────────────────────────
 
+    @ray.method(concurrency_group="prepare")
     def prepare(self, key: MicroBatchKey, rollouts: Sequence[Any], scores: Sequence[Any]) -> PrepareReport:
         """Make this rank's share of a micro-batch ready; it is kept until its step is finished.
 
@@ -268,8 +275,6 @@ class TrainWorker:
 
 def _fetch(items: Sequence[Any]) -> list[Any]:
     """Records themselves, or what their references stand for."""
-    import ray
-
     if not any(isinstance(item, ray.ObjectRef) for item in items):
         return list(items)
     return ray.get(list(items))

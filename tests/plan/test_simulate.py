@@ -79,17 +79,17 @@ def test_weights_travel_before_the_next_step() -> None:
     ]
 
 
-def test_prepare_waits_for_the_rank_that_trains() -> None:
-    """The second micro-batch is scored at 2, but its ranks train the first until 11."""
+def test_prepare_does_not_wait_for_the_rank_that_trains() -> None:
+    """The second micro-batch is scored at 2, while its ranks train the first until 11.5: the second follows at once."""
     plan = RunPlan(step_groups=(2,), samples_per_group=1, samples_per_update=2, micro_batch_size=1, engine_slots=1)
     seconds = {SampleId(0, 0): 1.0, SampleId(1, 0): 1.0}
     costs = TaskCosts(FixedDurations(seconds), {"reward": Linear(0)}, {"actor": TrainerCosts(Linear(10), prepare=Linear(0.5))})
     run = simulate(plan, costs, Workload.draw("1", 2, 1), {"train": 2})
     prepared = [(event.worker, event.start, event.end, event.samples) for event in run.events if event.task == "prepare"]
     assert prepared == [
-        ("train 0", 1, 1.5, ((0, 0),)), ("train 1", 1, 1.5, ()), ("train 0", 11.5, 12, ((1, 0),)), ("train 1", 11.5, 12, ())
+        ("train 0", 1, 1.5, ((0, 0),)), ("train 1", 1, 1.5, ()), ("train 0", 2, 2.5, ((1, 0),)), ("train 1", 2, 2.5, ())
     ]  # fmt: skip
-    assert run.step_seconds[1] == pytest.approx(22)
+    assert run.step_seconds[1] == pytest.approx(21.5)
 
 
 @st.composite
@@ -151,9 +151,9 @@ def test_nothing_is_lost_and_no_device_does_two_things_at_once(plan: RunPlan, se
 
 
 def _assert_exclusive(run: Simulation) -> None:
-    """Tasks of a worker come one after the other (but samples of an engine), stages of a device group too (but prepare)."""
+    """Tasks of a worker come one after the other (but samples of an engine, and prepare), stages of a device group too (but prepare)."""
     for worker in {event.worker for event in run.events}:
-        own = sorted((e.start, e.end) for e in run.events if e.worker == worker and e.task != "rollout")
+        own = sorted((e.start, e.end) for e in run.events if e.worker == worker and e.task not in ("rollout", "prepare"))
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(own))
     kind = {"rollout": "rollout", "score": "score"}
     for group in {event.group for event in run.events}:
