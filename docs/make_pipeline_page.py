@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 
@@ -143,7 +144,9 @@ def formulas() -> str:
         stale = stages(10, G, F, T, steps=9, max_staleness=1).steady().step_seconds
         rows.append([f"{name}: staleness 1", *against(max(G, F, T), stale)])
     closing = stages(10, 6, 1.5, 2.5, sync=0.2, steps=2).step_seconds[2]
-    rows.append(["G 6, F 1.5, T 2.5, and update, publish, install 0.2 each: overlap, m = 10", *against(flow_shop(10, 6, 1.5, 2.5) + 0.6, closing)])
+    rows.append(
+        ["G 6, F 1.5, T 2.5, and update, publish, install 0.2 each: overlap, m = 10", *against(flow_shop(10, 6, 1.5, 2.5) + 0.6, closing)]
+    )
     return table(CHECKED, rows)
 
 
@@ -162,7 +165,9 @@ def waves() -> str:
     for slots in (12, 6, 4, 2):
         runs = [small(EQUAL, engine=engine, engine_slots=slots) for engine in (DECODING, Iterations(constant=0.026))]
         rows.append([slots, 12 // slots, *(f"{run.steady().step_seconds:.2f}" for run in runs)])
-    return table(["samples in an engine", "waves", "step, s: iteration 8 ms + 1.5 ms a sample", "step, s: iteration 26 ms whatever it holds"], rows)
+    return table(
+        ["samples in an engine", "waves", "step, s: iteration 8 ms + 1.5 ms a sample", "step, s: iteration 26 ms whatever it holds"], rows
+    )
 
 
 SECONDS_A_TOKEN = 0.01
@@ -170,10 +175,10 @@ AT_A_TIME = 64
 
 
 def expected_longest(sigma: float, count: int) -> float:
-    """E[longest of `count`] / mean of a lognormal law: ∫ (1 − Φ(z)^count) d exp(σz − σ²/2) over z, by the trapezoidal rule."""
+    """E[longest of `count`] / mean of a lognormal law: ∫ exp(σz − σ²/2) dΦ(z)^count, by the trapezoidal rule."""
     z = np.linspace(-10, 10, 20_001)
     at_most = np.array([NormalDist().cdf(value) for value in z]) ** count
-    return float(np.trapezoid(1 - at_most, np.exp(sigma * z - sigma**2 / 2)))
+    return float(np.trapezoid(np.exp(sigma * z - sigma**2 / 2), at_most))
 
 
 def sampling_only(sigma: float, staleness: int, order: str, steps: int, seed: int = 1) -> tuple[Simulation, Workload]:
@@ -247,7 +252,7 @@ WAYS = {
 """Schedule → staleness, overlap."""
 PROMPT = 256
 """Tokens."""
-SIMULATED = {32: 4, 256: 2}
+SIMULATED = {32: 4, 256: 3}
 """GPUs → splits simulated for each line; the estimate orders them."""
 WIDTHS = (1, 2, 4, 8)
 
@@ -265,66 +270,89 @@ def predicted_recipe(model: str, gpus: int, cap: int) -> OnlineRecipe:
     return recipe
 
 
-def predicted(model: str, gpus: int, law: str, order: str = "completion") -> dict[str, Prediction | None]:
-    """Schedule → the best of the placements simulated; None: nothing fits."""
+@cache
+def predicted(model: str, gpus: int, law: str, order: str = "completion") -> dict[str, Prediction]:
+    """Schedule → the best of the placements simulated."""
     text, cap = LAWS[law]
     recipe = with_keys(predicted_recipe(model, gpus, cap), pipeline={"order": order})
     source = Roofline(Shapes(NAMED[model], NAMED["8b"]), GPUS["h100"])
     workload = Workload.draw(f"{text},cap={cap}", recipe.train.rollout_batch_size * simulated_steps(4), 8, PROMPT)
     ahead = with_keys(recipe, pipeline={"max_staleness": 4})  # more samples in flight, so more concurrency is looked at
-    apart = _fitting(list(candidates(ahead, source, workload.facts, gpus, WIDTHS)), source, workload)
-    merged = _fitting(_merged(recipe, gpus), source, workload)
+    apart = [one for one in candidates(ahead, source, workload.facts, gpus, WIDTHS) if len(one.devices or {}) > 1]
+    fitting = [one for one in apart if _need(one, source, workload) <= 1]
+    merged = _merged(recipe, source, workload, gpus)
     found = {}
+    alike, mixed = (_Estimates(source, _views(workload, recipe, alike)) for alike in (order == "completion", False))
     for way, (staleness, overlap) in WAYS.items():
-        placed = merged if way == "merged roles" else [one for one in apart if len(one.devices or {}) > 1]
-        ready = [with_keys(one, pipeline={"max_staleness": staleness, "overlap": overlap}) for one in placed]
-        found[way] = _best(ready, source, workload, SIMULATED[gpus])
+        placed, estimates = merged if way == "merged roles" else fitting, mixed if staleness else alike
+        splits: dict[tuple[object, ...], OnlineRecipe] = {}
+        for one in estimates.ordered(placed, staleness, overlap):
+            splits.setdefault((*sorted((one.devices or {}).items()), one.rollout.tensor_parallel_size), one)
+        ready = [with_keys(one, pipeline={"max_staleness": staleness, "overlap": overlap}) for one in splits.values()]
+        simulated = [predict(one, source, workload) for one in ready[: SIMULATED[gpus]]]
+        found[way] = min(simulated, key=lambda one: one.step_seconds)
     return found
 
 
-def _fitting(recipes: Sequence[OnlineRecipe], source: Roofline, workload: Workload) -> list[OnlineRecipe]:
-    return [one for one in recipes if all(group.fits for group in source.memory(one, workload.facts))]
+def _need(recipe: OnlineRecipe, source: Roofline, workload: Workload) -> float:
+    """Memory of the fullest GPU, in times of what it may hold."""
+    return max(group.total / group.limit for group in source.memory(recipe, workload.facts))
 
 
-def _merged(recipe: OnlineRecipe, gpus: int) -> list[OnlineRecipe]:
-    """Also with tensor parallelism, which the search leaves out on a group that trains."""
+def _merged(recipe: OnlineRecipe, source: Roofline, workload: Workload, gpus: int) -> list[OnlineRecipe]:
+    """Also with tensor parallelism, which the search leaves out on a group that trains. If none fits, the one that needs least."""
     placed = recipe.model_copy(update={"devices": {"train": float(gpus)}, "roles": {"rollout": "train", "score": "train"}})
     share = recipe.samples_per_step // gpus
-    return [
-        with_keys(placed, rollout={"tensor_parallel_size": width, "max_concurrent_requests": slots}, pipeline={"micro_batch_size": gpus * k})
+    every = [
+        with_keys(
+            placed, rollout={"tensor_parallel_size": width, "max_concurrent_requests": slots}, pipeline={"micro_batch_size": gpus * k}
+        )
         for width in WIDTHS
         for slots in sorted({max(8, share * width // parts // 8 * 8) for parts in (1, 2, 4)})
         for k in (1, 2, 4, 8)
         if gpus * k <= recipe.samples_per_step
     ]
+    needs = [_need(one, source, workload) for one in every]
+    return [one for one, need in zip(every, needs, strict=True) if need <= max(1.0, min(needs))]
 
 
-def _best(recipes: Sequence[OnlineRecipe], source: Roofline, workload: Workload, most: int) -> Prediction | None:
-    """The best splits by the estimate, each with its best sizes, simulated."""
-    typical = _typical(recipes[0], workload) if recipes else workload
-    estimates = sorted(((_estimate(stage_seconds(one, source, typical), one), n) for n, one in enumerate(recipes)))
-    splits: dict[tuple[object, ...], OnlineRecipe] = {}
-    for _, n in estimates:
-        one = recipes[n]
-        splits.setdefault((*sorted((one.devices or {}).items()), one.rollout.tensor_parallel_size), one)
-    simulated = [predict(one, source, workload) for one in list(splits.values())[:most]]
-    return min(simulated, key=lambda one: one.step_seconds, default=None)
+VIEWS = 4
 
 
-def _estimate(seconds: StageSeconds, recipe: OnlineRecipe) -> float:
-    """A sample may last max_staleness + 1 steps and no longer, which the planner's own estimate leaves out."""
-    staleness = recipe.pipeline.max_staleness
-    return max(seconds.step(staleness), seconds.longest / (staleness + 1))
+def _views(workload: Workload, recipe: OnlineRecipe, alike: bool) -> list[Workload]:
+    """The estimate takes the times of tasks from the first micro-batch: the same samples, others of them in front. `alike`: as they finish
+    on-policy, the samples of a micro-batch are of about one length."""
+    groups = recipe.train.rollout_batch_size
+    step = workload.responses[:groups]
+    step = np.sort(step, axis=None).reshape(step.shape) if alike else step
+    starts = [groups * (2 * view + 1) // (2 * VIEWS) for view in range(VIEWS)]
+    return [Workload(np.concatenate([np.roll(step, -start, axis=0), workload.responses[groups:]]), workload.prompts) for start in starts]
 
 
-def _typical(recipe: OnlineRecipe, workload: Workload) -> Workload:
-    """On-policy and in completion order the samples of a micro-batch are of about one length: the first of them, of which the
-    estimate takes its task times, get the mean length."""
-    if recipe.pipeline.max_staleness or recipe.pipeline.order == "prompt":
-        return workload
-    responses = workload.responses.copy()
-    responses[: recipe.train.rollout_batch_size] = round(workload.facts.response)
-    return Workload(responses, workload.prompts)
+class _Estimates:
+    """Estimated step times, with tasks as long as they are on average over some micro-batches."""
+
+    def __init__(self, source: Roofline, views: Sequence[Workload]) -> None:
+        self._source, self._views = source, views
+        self._known: dict[tuple[int, int], StageSeconds] = {}
+
+    def ordered(self, recipes: Sequence[OnlineRecipe], staleness: int, overlap: bool) -> list[OnlineRecipe]:
+        """Those worth simulating first: ordered by one view, the best of them by all."""
+        rough = sorted(recipes, key=lambda one: self._step(one, staleness, overlap, 1))
+        return sorted(rough[:150], key=lambda one: self._step(one, staleness, overlap, VIEWS))
+
+    def _step(self, recipe: OnlineRecipe, staleness: int, overlap: bool, views: int) -> float:
+        """A sample may last max_staleness + 1 steps and no longer, which the planner's own estimate leaves out."""
+        found = [self._seconds(recipe, view) for view in range(views)]
+        groups = {group: sum(one.groups[group] for one in found) / views for group in found[0].groups}
+        seconds = replace(found[0], groups=groups, overlap=overlap, streams=overlap)
+        return max(seconds.step(staleness), seconds.longest / (staleness + 1))
+
+    def _seconds(self, recipe: OnlineRecipe, view: int) -> StageSeconds:
+        key = id(recipe), view
+        if key not in self._known:
+            self._known[key] = stage_seconds(recipe, self._source, self._views[view])
+        return self._known[key]
 
 
 def predictions() -> str:
@@ -342,13 +370,13 @@ def predictions() -> str:
     return "\n\n".join(parts)
 
 
-def prediction_row(law: str, way: str, found: Prediction | None) -> list[object]:
-    if found is None:
-        return [law, way, "does not fit", *[""] * 6]
-    recipe = found.recipe
-    counts = {group: count for group, count in (recipe.devices or {}).items()}
+def prediction_row(law: str, way: str, found: Prediction) -> list[object]:
+    recipe, counts = found.recipe, dict(found.recipe.devices or {})
     idle = sum(found.idle[group] * count for group, count in counts.items()) / sum(counts.values())
     where = f"all {next(iter(counts.values())):g}" if len(counts) == 1 else placement(recipe)
+    short = [group for group in found.memory if not group.fits]
+    if short:
+        where += f"; does not fit, needs {short[0].total / 1e9:.0f} of {short[0].limit / 1e9:.0f} GB"
     return [
         law, way, where, recipe.rollout.tensor_parallel_size, recipe.rollout.max_concurrent_requests, recipe.pipeline.micro_batch_size,
         f"{found.step_seconds:.0f}", f"{1000 / found.device_hours_per_1000:.0f}", f"{idle:.0%}",
@@ -360,7 +388,7 @@ def orders() -> str:
     rows = []
     for order in ("prompt", "completion"):
         found = predicted("8b", 32, "lognormal", order)
-        rows.append([order, *(f"{one.step_seconds:.0f}" if one else "" for one in found.values())])
+        rows.append([order, *(f"{one.step_seconds:.0f}" for one in found.values())])
     return table(["`pipeline.order`", *(f"{way}: step, s" for way in WAYS)], rows)
 
 

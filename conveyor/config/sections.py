@@ -82,7 +82,7 @@ class Algorithm(Section):
     normalize: Literal["none", "update", "streaming_exact"] = Field(
         "none",
         description="whiten advantages over the update: `update` waits for all of it; `streaming_exact` gives the same gradient without "
-        "waiting, for a second backward pass and one more full gradient in float32 (two with kl_in: loss or entropy_coef)",
+        "waiting, for a second backward pass and one more full gradient in float32 (a third and two with kl_in: loss or entropy_coef)",
     )
     clip_ratio: Number = Field(0.2, gt=0, description="PPO clip ε")
     clip_ratio_high: Number | None = Field(None, gt=0, description="upper ε when it differs (clip-higher)")
@@ -116,6 +116,10 @@ class Train(Section):
     max_grad_norm: PositiveFloat = Field(1.0, description="clip of the global gradient norm")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
     offload_optimizer: Flag = Field(False, description="keep optimizer state in host memory (ZeRO ≥ 1)")
+
+    def stage(self, dtype: DType) -> int:
+        """The ZeRO stage that is run: in bfloat16 without ZeRO DeepSpeed would sum gradients in bfloat16, so 0 is run as 1."""
+        return max(self.zero_stage, 1) if dtype == "bfloat16" else self.zero_stage
 
 
 class Pipeline(Section):

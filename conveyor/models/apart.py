@@ -4,7 +4,10 @@ What whitening over the update needs while it streams: at ratio 1 the policy gra
 
     Σ (A − μ)/σ · ∇log π  =  1/σ · Σ A ∇log π  −  μ/σ · Σ ∇log π
 
-and the two sums on the right need neither μ nor σ, which only the whole update tells.
+and the two sums on the right need neither μ nor σ, which only the whole update tells. Where |μ| is much larger than σ the right side is a
+small difference of large sums, so advantages are taken relative to some c near μ, which each rank may choose for itself:
+
+    Σ (A − μ)/σ · ∇log π  =  1/σ · Σ (A − c) ∇log π  −  (μ − c)/σ · Σ ∇log π
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ class ApartGradients:
         """(parameter, Σ coefficient · sum) for every parameter; forgets the sums. Names without a coefficient count as 0."""
         pairs = []
         for i, parameter in enumerate(self._parameters):
-            total = torch.zeros_like(parameter, dtype=torch.float32)
-            for name, coefficient in coefficients.items():
-                gradient = self._sums[name][i] if name in self._sums else None
-                if gradient is not None:
-                    total.add_(gradient, alpha=coefficient)
-            pairs.append((parameter, total))
+            total: Tensor | None = None
+            for name, sums in self._sums.items():
+                gradient, sums[i] = sums[i], None  # given away, so that only what is still needed is held
+                if gradient is not None and name in coefficients:
+                    scaled = gradient.mul_(coefficients[name])
+                    total = scaled if total is None else total.add_(scaled)
+            pairs.append((parameter, torch.zeros_like(parameter, dtype=torch.float32) if total is None else total))
         self._sums.clear()
         return pairs
 

@@ -44,18 +44,18 @@ def sample_score(sample: Scored, weights: Mapping[str, float], missing_eos_penal
     return total
 
 
-def sampling_logprobs(sample: Scored) -> Tensor:
-    """float32 [R]: of the policy that sampled, by the trainer's arithmetic where that is known."""
-    return sample.rollout.logprobs if sample.old_logprobs is None else sample.old_logprobs
+def sampling_logprobs(sample: Scored, on_policy: bool) -> Tensor:
+    """float32 [R]: of the policy that sampled. On-policy the snapshot is that policy, and knows them by the trainer's arithmetic."""
+    return sample.old_logprobs if on_policy and sample.old_logprobs is not None else sample.rollout.logprobs
 
 
-def sample_report(sample: Scored, weights: Mapping[str, float], algorithm: sections.Algorithm) -> SampleReport:
-    """The numbers of a sample that baselines, denominators and metrics are made from."""
+def sample_report(sample: Scored, weights: Mapping[str, float], algorithm: sections.Algorithm, on_policy: bool = True) -> SampleReport:
+    """The numbers of a sample that baselines, denominators and metrics are made from. `on_policy`: see `sampling_logprobs`."""
     rollout = sample.rollout
     score = sample_score(sample, weights, algorithm.missing_eos_penalty)
     kl = None
     if sample.reference_logprobs is not None:
-        kl = float(kl_estimate(sampling_logprobs(sample), sample.reference_logprobs, "k1").sum())
+        kl = float(kl_estimate(sampling_logprobs(sample, on_policy), sample.reference_logprobs, "k1").sum())
     outcome = score
     if score is not None and kl is not None and algorithm.kl_in == "reward":
         outcome = score - algorithm.kl_coef * kl
@@ -73,7 +73,9 @@ def sample_report(sample: Scored, weights: Mapping[str, float], algorithm: secti
     )
 
 
-def make_train_batch(samples: Sequence[Scored], weights: Mapping[str, float], algorithm: sections.Algorithm) -> TrainBatch:
+def make_train_batch(
+    samples: Sequence[Scored], weights: Mapping[str, float], algorithm: sections.Algorithm, on_policy: bool = True
+) -> TrainBatch:
     """The samples in one padded batch.
 
     A sample's score stands on its last response token; with `kl_in: reward` every token pays
@@ -86,7 +88,7 @@ def make_train_batch(samples: Sequence[Scored], weights: Mapping[str, float], al
     token_rewards = place_rewards(torch.tensor([score or 0.0 for score in scores]), mask)
     reference = _padded([sample.reference_logprobs for sample in samples])
     if reference is not None and algorithm.kl_in == "reward":
-        sampling = _padded([sampling_logprobs(sample) for sample in samples])
+        sampling = _padded([sampling_logprobs(sample, on_policy) for sample in samples])
         assert sampling is not None
         token_rewards = token_rewards + kl_penalty(sampling, reference, mask, algorithm.kl_coef)
     rollout_logprobs = _padded([sample.rollout.logprobs for sample in samples])

@@ -82,7 +82,7 @@ class TrainEngine:
         self._train, self._peak, self._total = train, learning_rate, total_updates
         self._ranks = dist.get_world_size()
         self._apart: ApartGradients | None = None
-        self._stage = max(train.zero_stage, 1) if dtype == "bfloat16" else train.zero_stage
+        self._stage = train.stage(dtype)
         self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and not train.offload_optimizer
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],

@@ -125,7 +125,7 @@ def _train_items(recipe: OnlineRecipe, shapes: Shapes, lengths: LengthFacts, rol
     """Mixed precision (Rajbhandari et al. 2020, §3.1): 2 bytes a parameter for weights, 4 for accumulated gradients, 12 for the
     fp32 copy and Adam's two moments. In fp32 the weights are their own copy: 4 + 4 + 8."""
     parameters = sum(shapes.of(role).parameters for role in roles)
-    stage, size = recipe.train.zero_stage, BYTES[recipe.model.dtype]
+    stage, size = recipe.train.stage(recipe.model.dtype), BYTES[recipe.model.dtype]
     states = 12 if size == 2 else 8
     items = {
         "trained weights": parameters * size / (ranks if stage == 3 else 1),
@@ -133,9 +133,20 @@ def _train_items(recipe: OnlineRecipe, shapes: Shapes, lengths: LengthFacts, rol
     }
     if not recipe.train.offload_optimizer:
         items["optimizer"] = parameters * states / (ranks if stage >= 1 else 1)
+    if (apart := sum(apart_gradients(recipe, role) * shapes.of(role).parameters for role in roles)) > 0:
+        items["gradients kept apart"] = apart * 4
     if stage == 3 and ranks > 1:
         items["gathered layers"] = max(2 * shapes.of(r).layer_parameters + shapes.of(r).vocab * shapes.of(r).hidden for r in roles) * size
     return items | {"train activations": max(_activations(recipe, shapes.of(role), lengths, ranks) for role in roles) + LOGITS_BYTES}
+
+
+def apart_gradients(recipe: OnlineRecipe, role: str) -> int:
+    """Full gradients in fp32 that `normalize: streaming_exact` keeps apart from the trainer's own: of the advantages, of ones, and of
+    the losses that are not the policy's."""
+    algorithm = recipe.algorithm
+    if role != "actor" or algorithm.normalize != "streaming_exact":
+        return 0
+    return 2 + (algorithm.entropy_coef > 0 or (algorithm.kl_in == "loss" and recipe.uses_reference))
 
 
 def _activations(recipe: OnlineRecipe, shape: ModelShape, lengths: LengthFacts, ranks: int) -> float:

@@ -17,7 +17,7 @@ from conveyor.plan import hardware
 from conveyor.plan.engines import Iterations
 from conveyor.plan.hardware import GPU
 from conveyor.plan.lengths import LengthFacts, Size
-from conveyor.plan.memory import BYTES, GroupMemory, Shapes, engine_bytes, group_memory, score_shards
+from conveyor.plan.memory import BYTES, GroupMemory, Shapes, apart_gradients, engine_bytes, group_memory, score_shards
 from conveyor.plan.models import ModelShape
 
 CHECKPOINT_BANDWIDTH = 1e9
@@ -108,20 +108,22 @@ class RooflineCosts:
         return hardware.TASK_SECONDS / 5
 
     def train(self, group: TrainGroup, samples: Sequence[Size]) -> float:
-        """The slowest rank's share, samples[rank::ranks]: a backward pass is two forward ones, recomputation a third."""
+        """The slowest rank's share, samples[rank::ranks]: a backward pass is two forward ones, recomputation a third, and
+        gradients kept apart (`memory.apart_gradients`) are a backward pass each."""
         ranks = self.devices[group.group]
-        passes = 4 if self.recipe.model.gradient_checkpointing else 3
+        backward = 3 if self.recipe.model.gradient_checkpointing else 2
+        passes = {role: 1 + backward * max(1, apart_gradients(self.recipe, role)) for role in group.roles}
         slowest = 0.0
         for rank in range(min(ranks, len(samples))):
             share = samples[rank::ranks]
-            slowest = max(slowest, sum(self._flops(role, share) for role in group.roles))
-        arithmetic = passes * slowest / (self.gpu.flops * hardware.TRAIN_EFFICIENCY)
+            slowest = max(slowest, sum(passes[role] * self._flops(role, share) for role in group.roles))
+        arithmetic = slowest / (self.gpu.flops * hardware.TRAIN_EFFICIENCY)
         return hardware.TASK_SECONDS + _together(arithmetic, self._communication(group, ranks))
 
     def _communication(self, group: TrainGroup, ranks: int) -> float:
         """Of one micro-batch. ZeRO-3 fetches the weights in the forward and again in the backward pass; ZeRO-2 and 3 reduce fp32
         gradients after each; below, they are reduced once an update."""
-        stage, parameters = self.recipe.train.zero_stage, self._parameters(group)
+        stage, parameters = self.recipe.train.stage(self.recipe.model.dtype), self._parameters(group)
         fetched = 2 * parameters * BYTES[self.recipe.model.dtype] if stage == 3 else 0.0
         reduced = 4 * parameters if stage >= 2 else 0.0
         return (fetched + reduced) * (ranks - 1) / ranks / self.gpu.link(ranks)
@@ -129,7 +131,7 @@ class RooflineCosts:
     def update(self, group: TrainGroup) -> float:
         """Adam reads and writes its 12 bytes a parameter, reads gradients and writes weights: 30 bytes. Offloaded, the same happens in
         host memory, and gradients and weights cross over."""
-        stage, parameters, ranks = self.recipe.train.zero_stage, self._parameters(group), self.devices[group.group]
+        stage, parameters, ranks = self.recipe.train.stage(self.recipe.model.dtype), self._parameters(group), self.devices[group.group]
         own = parameters / (ranks if stage >= 1 else 1)
         size = BYTES[self.recipe.model.dtype]
         if self.recipe.train.offload_optimizer:

@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from conveyor.algorithms.advantages import gae, moments, whiten
 from conveyor.algorithms.losses import value_loss
-from conveyor.algorithms.metrics import Metrics, Moments
+from conveyor.algorithms.metrics import Mean, Metrics, Moments
 from conveyor.algorithms.objective import actor_losses, streaming_coefficients
 from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
@@ -93,6 +93,8 @@ class TrainWorker:
         self._prepared: dict[MicroBatchKey, _Prepared] = {}
         self._in_update: list[_Prepared] = []
         """Trained since the last optimizer step."""
+        self._centre: float | None = None
+        """`streaming_exact`: what this rank takes the advantages of an update relative to, the mean of its first micro-batch."""
         self._gradient_file: Path | None = None
         self._bucket_writer = BucketWriter()
         if cores is not None:
@@ -132,9 +134,10 @@ class TrainWorker:
         """
         start = time.time()
         algorithm = self._recipe.algorithm
+        on_policy = self._recipe.pipeline.max_staleness == 0
         samples = merge_scores(_fetch(rollouts), _fetch(scores))[self._rank :: self._world_size]
-        batch = make_train_batch(samples, self._weights, algorithm) if samples else empty_batch()
-        reports = [sample_report(sample, self._weights, algorithm) for sample in samples]
+        batch = make_train_batch(samples, self._weights, algorithm, on_policy) if samples else empty_batch()
+        reports = [sample_report(sample, self._weights, algorithm, on_policy) for sample in samples]
         found: Moments | None = None
         if self._recipe.uses_critic and algorithm.normalize == "update":
             assert batch.values is not None, "whitening over the update needs the values of a snapshot"
@@ -197,12 +200,19 @@ class TrainWorker:
             losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap)
             engine.backward(losses.policy + losses.other, last=last)
         else:
+            if self._centre is None and batch.loss_mask.any():
+                self._centre = advantages[batch.loss_mask].mean().item()
+            centre, cap = self._centre or 0.0, self._recipe.importance_cap
             logprobs, entropy = engine.forward_apart(response_logprobs, *arguments, **settings)
-            losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap)
-            ones = actor_losses(logprobs, entropy, batch, torch.ones_like(advantages), algorithm, self._recipe.importance_cap)
+            losses = actor_losses(logprobs, entropy, batch, advantages - centre, algorithm, cap)
+            ones = actor_losses(logprobs, entropy, batch, torch.ones_like(advantages), algorithm, cap)
             apart = {"advantages": losses.policy, "ones": ones.policy} | ({"other": losses.other} if losses.other.requires_grad else {})
             engine.backward_apart(apart)
-            metrics["loss/policy_ones"] = ones.metrics["loss/policy"]
+            policy, of_ones = losses.metrics["loss/policy"], ones.metrics["loss/policy"]
+            assert isinstance(policy, Mean) and isinstance(of_ones, Mean)
+            # Of the advantages as they are: the loss is linear in them too, and ranks have centres of their own.
+            losses.metrics["loss/policy"] = Mean(policy.total + centre * of_ones.total, policy.count)
+            metrics["loss/policy_ones"] = of_ones
         metrics.update(losses.metrics)
 
     # ── an update, a step ────────────────────────────────────────────────────────────────────────
@@ -226,7 +236,8 @@ class TrainWorker:
     def _whiten_apart(self, mean: float, std: float) -> None:
         """`streaming_exact`: the sums that were kept apart become the gradient of whitened advantages."""
         if "actor" in self._engines:
-            self._engines["actor"].mix_apart(streaming_coefficients(mean, std))
+            self._engines["actor"].mix_apart(streaming_coefficients(mean - (self._centre or 0.0), std))
+        self._centre = None
         for prepared in self._in_update:
             whitened = {sample: (advantage - mean) / std if std else 0.0 for sample, advantage in prepared.advantages.items()}
             prepared.advantages = whitened

@@ -59,7 +59,7 @@ def bytes_a_parameter(items: dict[str, float], parameters: int) -> float:
 
 @pytest.mark.parametrize(
     ("stage", "offload", "ranks", "expected"),
-    [(0, False, 4, 18), (1, False, 4, 2 + 4 + 12 / 4), (2, False, 4, 2 + (4 + 12) / 4),
+    [(0, False, 1, 18), (0, False, 4, 2 + 4 + 12 / 4), (1, False, 4, 2 + 4 + 12 / 4), (2, False, 4, 2 + (4 + 12) / 4),
      (3, False, 4, 18 / 4), (3, True, 4, 6 / 4), (3, False, 1, 18)],
 )  # fmt: skip
 def test_mixed_precision_adam_takes_18_bytes_a_parameter_shared_by_stage(stage: int, offload: bool, ranks: int, expected: float) -> None:
@@ -67,6 +67,14 @@ def test_mixed_precision_adam_takes_18_bytes_a_parameter_shared_by_stage(stage: 
         "grpo", devices={"rollout": 1, "score": 1, "train": ranks}, roles={}, train={"zero_stage": stage, "offload_optimizer": offload}
     )
     assert bytes_a_parameter(tables(made)["train"].items, NAMED["8b"].parameters) == pytest.approx(expected)
+
+
+def test_gradients_kept_apart_take_memory_and_time() -> None:
+    plain = recipe("grpo", devices={"rollout": 1, "score": 1, "train": 4}, roles={})
+    kept = recipe("grpo", devices={"rollout": 1, "score": 1, "train": 4}, roles={}, algorithm={"normalize": "streaming_exact"})
+    # GRPO has its KL in the loss: three sums of 4 bytes, and passes 1 + 3 · 2 instead of 1 + 2.
+    assert tables(kept)["train"].items["gradients kept apart"] == 3 * 4 * NAMED["8b"].parameters
+    assert "gradients kept apart" not in tables(plain)["train"].items
 
 
 def test_fp32_adam_takes_16_bytes() -> None:

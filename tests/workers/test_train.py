@@ -5,6 +5,7 @@ from operator import add
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed as dist
 
 from conveyor.algorithms.advantages import group_advantages, whitening
@@ -173,6 +174,24 @@ def test_prepare_tells_the_driver_what_it_needs(policy):
     assert first.kl == pytest.approx(-0.1 * first.response_length, abs=1e-5)
     assert first.outcome == pytest.approx(first.score + 0.05 * first.response_length, abs=1e-5)
     assert report.moments is None
+
+
+def test_whitening_while_streaming_is_exact_far_from_zero(policy, tmp_path):
+    """With γ = λ = 1 a constant added to all scores is added to all advantages, and whitening takes it away again."""
+    made = recipe(policy, algorithm={"normalize": "streaming_exact", "kl_coef": 0, "gamma": 1.0, "lam": 1.0})
+    rollouts = samples(8)
+    rewards = parts(rollouts)[0].rewards["exact"]
+    gradients, losses = [], []
+    for shift in (0.0, 100.0):
+        trained = worker(made)
+        trained.record_gradient(tmp_path / str(shift))
+        shifted = [PartialScores(rewards={"exact": tuple(reward + shift for reward in rewards)})]
+        _, metrics, _ = train(trained, made, rollouts, shifted, [[0, 1, 2], [3, 4, 5, 6], [7]])
+        found = load_file(tmp_path / str(shift) / "actor+critic.safetensors")
+        gradients.append(torch.cat([tensor.flatten().double() for name, tensor in found.items() if name.startswith("actor")]))
+        losses.append(metrics["loss/policy"].value - shift * metrics["loss/policy_ones"].value)
+    assert (gradients[0] - gradients[1]).norm() < 2e-5 * gradients[0].norm()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def test_a_sample_without_any_reward_is_left_out(policy):
