@@ -8,13 +8,14 @@ STAMP := $(VENV)/.installed
 LOCK := requirements/cpu.txt requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast lint smollm2
+.PHONY: help setup quickstart test test-fast bench lint smollm2
 
 help:
 	@echo "make setup       create $(VENV) with everything pinned (about 3 minutes, once)"
 	@echo "make quickstart  see a language model get better by RLHF, on a CPU"
 	@echo "make test        all tests"
 	@echo "make test-fast   the tests that need neither Ray nor vLLM"
+	@echo "make bench       measure speed against what is to be reached (about 20 minutes; leave the machine alone meanwhile)"
 	@echo "make lint        ruff and mypy"
 	@echo "make smollm2     two GRPO steps of SmolLM2-135M on a CPU"
 
@@ -36,6 +37,9 @@ test: $(STAMP)
 test-fast: export OMP_NUM_THREADS := 1
 test-fast: $(STAMP)
 	$(RUN) -m pytest -m "not slow"
+
+bench: $(STAMP)
+	@$(RUN) -m benchmarks
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
 
+CPU_PREFILL_TOKENS = 2048
+"""Tokens of a step of an engine on CPU, unless one request may have more."""
+
+
 class RolloutError(RuntimeError):
     """The engine thread has ended with an error, which is the cause of this one."""
 
@@ -370,5 +374,10 @@ def _start_engine(model: sections.Model, rollout: sections.Rollout, max_model_le
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    if current_platform.is_cpu():
+        # A request that is prefilled in parts sets its seeded generator back, which generators on CPU cannot do. All running
+        # requests are prefilled anew after an install.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(max_model_len or 0, CPU_PREFILL_TOKENS)
     engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | rollout.engine_args)))
     return engine, AutoTokenizer.from_pretrained(tokenizer)

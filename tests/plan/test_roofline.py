@@ -71,7 +71,13 @@ def test_mixed_precision_adam_takes_18_bytes_a_parameter_shared_by_stage(stage: 
 
 def test_gradients_kept_apart_take_memory_and_time() -> None:
     plain = recipe("grpo", devices={"rollout": 1, "score": 1, "train": 4}, roles={})
-    kept = recipe("grpo", devices={"rollout": 1, "score": 1, "train": 4}, roles={}, algorithm={"normalize": "streaming_exact"})
+    kept = recipe(
+        "grpo",
+        devices={"rollout": 1, "score": 1, "train": 4},
+        roles={},
+        algorithm={"normalize": "streaming_exact"},
+        train={"zero_stage": 2},
+    )
     # GRPO has its KL in the loss: three sums of 4 bytes, and passes 1 + 3 · 2 instead of 1 + 2.
     assert tables(kept)["train"].items["gradients kept apart"] == 3 * 4 * NAMED["8b"].parameters
     assert "gradients kept apart" not in tables(plain)["train"].items

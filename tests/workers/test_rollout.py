@@ -216,9 +216,10 @@ def test_one_changed_weight_and_a_corrupted_bucket(engine: Any, model: torch.nn.
 def test_install_in_flight_keeps_requests(
     streams: tuple[Any, Any], engine: Any, model: torch.nn.Module, tiny_policy: Path, restored: None
 ) -> None:
-    """Every token comes from the weights of its version alone, also within one response."""
+    """Every token comes from the weights of its version alone, also within one response. After an install all requests are
+    prefilled anew, which is more than an engine does in one step."""
     models = {0: AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32).eval()}
-    prompts = [prompt(i, 20) for i in range(100, 116)]
+    prompts = [prompt(i, 200) for i in range(100, 116)]
     for each in prompts:
         call(engine.submit.remote(each, 4))
     arrived: list[Rollout] = []
