@@ -25,7 +25,7 @@ from benchmarks.reward import letters
 from conveyor.workers.rollout import sample_seed
 
 STEPS, SKIP = 6, 2
-REPETITIONS = 3
+REPETITIONS = 1
 GROUP = workload.GROUP_SIZE["grpo"]
 PROMPTS = workload.SAMPLES // GROUP
 
@@ -36,7 +36,7 @@ def run(folder: Path, say: Say) -> list[Result]:
     with real_runs(folder) as runs:
         for repetition in range(REPETITIONS):
             rate, tokens["trl"] = _trl(runs.inputs, folder / "trl")
-            finished = runs.go(workload.recipe(runs.inputs, folder / "against_trl", "grpo", STEPS))
+            finished = runs.go(workload.recipe(runs.inputs, folder / "against_trl", "grpo", STEPS, order="completion"))
             rates["trl"].append(rate)
             rates["conveyor"].append(finished.tokens_per_second)
             tokens["conveyor"] = finished.tokens

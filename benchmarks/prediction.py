@@ -15,12 +15,12 @@ from benchmarks.results import Result, Say
 from conveyor.plan.fit import fit, validate
 from conveyor.plan.record import read_run
 
-PREDICTED = (("on", 1), ("off", 0), ("off", 1), ("staleness1", 0), ("staleness1", 1))
+PREDICTED = (("off", 0), ("completion", 0), ("staleness1", 0))
 """(mode, repetition)"""
 
 
 def run(folder: Path, say: Say) -> list[Result]:
-    if not all((run_folder(folder, method, mode, 1) / "model").is_dir() for method in METHODS for mode in MODES):
+    if not all((run_folder(folder, method, mode, 0) / "model").is_dir() for method in METHODS for mode in MODES):
         overlap.run(folder, say)
     details: dict[str, Any] = {}
     for method in METHODS:

@@ -18,6 +18,7 @@ import torch
 
 from conveyor.algorithms.metrics import Mean
 from conveyor.types import PartialScores, Prompt, Rollout, SampleId
+from conveyor.workers.records import fetch, fetch_rollouts
 from conveyor.workers.reports import (
     InstallReport,
     OptimReport,
@@ -78,14 +79,21 @@ class Engine:
         await asyncio.sleep(self._sleeps.rollout[name])
         versions = torch.full((TOKENS,), version, dtype=torch.int32)
         ids, logprobs = torch.ones(TOKENS, dtype=torch.int64), torch.zeros(TOKENS)
-        self._finished.put_nowait(SampleDone(name, TOKENS, False, version, self._version, Span(start, time.time())))
-        self._finished.put_nowait(Rollout(prompt, sample, ids, logprobs, versions, "stop", "text"))
+        done = SampleDone(name, TOKENS, False, version, self._version, Span(start, time.time()))
+        self._finished.put_nowait((done, Rollout(prompt, sample, ids, logprobs, versions, "stop", "text")))
 
     @ray.method(num_returns="streaming")
     async def stream(self) -> AsyncIterator[Any]:
         finished = self._finished
         while (item := await finished.get()) is not None:
-            yield item
+            leaving = [item]
+            while not finished.empty():
+                if (more := finished.get_nowait()) is None:
+                    finished.put_nowait(None)
+                    break
+                leaving.append(more)
+            yield tuple(done for done, _ in leaving)
+            yield tuple(rollout for _, rollout in leaving)
 
     async def install(self, publication: Publication) -> InstallReport:
         start = time.time()
@@ -100,7 +108,7 @@ class Scorer:
 
     def score(self, roles: Sequence[str], rollouts: Sequence[Any]) -> tuple[ScoreReport, PartialScores]:
         start = time.time()
-        samples = ray.get(list(rollouts))
+        samples = fetch_rollouts(rollouts)
         time.sleep(self._sleeps.score)
         return ScoreReport(Span(start, time.time())), PartialScores(rewards=dict.fromkeys(roles, (1.0,) * len(samples)))
 
@@ -118,7 +126,7 @@ class Rank:
     @ray.method(concurrency_group="prepare")
     def prepare(self, key: Any, rollouts: Sequence[Any], scores: Sequence[Any]) -> PrepareReport:
         start = time.time()
-        samples, parts = ray.get(list(rollouts)), ray.get(list(scores))
+        samples, parts = fetch_rollouts(rollouts), fetch(scores)
         rewards = {name: values[0] for part in parts for name, values in part.rewards.items()}
         mine = samples[self._rank :: self._ranks]
         reports = tuple(

@@ -227,13 +227,21 @@ def write_untrained(checkpoint: Path, carried: Sequence[int], next_group: int) -
     (checkpoint / "groups.json").write_text(json.dumps({"carried": list(carried), "next": next_group}), encoding="utf-8")
 
 
-def read_untrained(checkpoint: Path) -> tuple[tuple[int, ...], int] | None:
-    """What `write_untrained` said; None if nothing."""
+def read_untrained(checkpoint: Path) -> tuple[tuple[int, ...], int]:
+    """What `write_untrained` said.
+
+    Raises:
+        UserError: the file is missing or not what was written; a run cannot go on without it, lest groups be trained twice.
+    """
     file = checkpoint / "groups.json"
-    if not file.is_file():
-        return None
-    groups = json.loads(file.read_text(encoding="utf-8"))
-    return tuple(groups["carried"]), groups["next"]
+    try:
+        groups = json.loads(file.read_text(encoding="utf-8"))
+        carried, following = groups["carried"], groups["next"]
+        if all(type(group) is int for group in (*carried, following)):
+            return tuple(carried), following
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"checkpoint.resume: {file} does not say which prompts are trained; resume from another checkpoint")
 
 
 def _filled(path: Path) -> bool:

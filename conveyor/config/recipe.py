@@ -111,6 +111,17 @@ class OnlineRecipe(Common):
         return ("policy_snapshot", "critic_snapshot") if self.uses_critic else ("policy_snapshot",)
 
     @property
+    def beside_rollout(self) -> tuple[str, ...]:
+        """Other roles on rollout's device group."""
+        group = self.role_group("rollout")
+        return tuple(role for role in self.placed_roles if role != "rollout" and self.role_group(role) == group)
+
+    @property
+    def evaluates_in_bubbles(self) -> bool:
+        given = None if self.evaluate is None else self.evaluate.in_bubbles
+        return not self.beside_rollout if given is None else given
+
+    @property
     def placed_roles(self) -> tuple[str, ...]:
         trained = ("actor", "critic") if self.uses_critic else ("actor",)
         return ("rollout", *self.score_roles, *self.snapshot_roles, *trained)
@@ -182,9 +193,8 @@ def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
     if recipe.data.eval_path is not None:
         found.append(("data.eval_path", f"{recipe.method} evaluates by sampling: name the held-out prompts in evaluate.path"))
     if recipe.evaluate is not None:
-        others = [role for role in recipe.placed_roles if role != "rollout" and recipe.role_group(role) == recipe.role_group("rollout")]
-        if recipe.evaluate.in_bubbles and others:
-            found.append(("evaluate.in_bubbles", f"rollout shares its devices with {others[0]}, so there are no bubbles; set it false"))
+        if recipe.evaluate.in_bubbles and recipe.beside_rollout:
+            found.append(("evaluate.in_bubbles", f"rollout shares its devices with {recipe.beside_rollout[0]}, so there are no bubbles"))
         if recipe.evaluate.n_samples_per_prompt > rollout.max_concurrent_requests:
             found.append(
                 ("evaluate.n_samples_per_prompt", f"more than rollout.max_concurrent_requests ({rollout.max_concurrent_requests})")

@@ -147,10 +147,11 @@ class Evaluate(Section):
     temperature: PositiveFloat | None = Field(None, description="default: rollout.temperature")
     greedy: Flag = Field(False, description="take the likeliest token instead of sampling")
     max_prompts: PositiveInt | None = Field(None, description="use the first so many; default: all")
-    in_bubbles: Flag = Field(
-        True,
+    in_bubbles: Flag | None = Field(
+        None,
         description="on: only engines with nothing else to do evaluate, and new weights end what is unfinished (eval/coverage tells); "
-        "off: evaluation comes first and is always complete",
+        "off: evaluation comes first, and only versions that engines skip (max_staleness ≥ 1) are incomplete; "
+        "default: on where rollout has devices of its own",
     )
 
 

@@ -18,7 +18,8 @@ class EnginePool:
         self._load: list[Counter[int]] = [Counter() for _ in range(plan.engines)]
         self._samples = [0] * plan.engines
         self._held_out = [0] * plan.engines
-        self._installing: set[int] = set()
+        self._installing: dict[int, int] = {}
+        """Engine → the version on its way in."""
         self._old: set[int] = set()
         """Those that hold an older version than the newest."""
         self._maybe_able = set(range(plan.engines))
@@ -28,7 +29,7 @@ class EnginePool:
 
     def to_install(self, keeps_version: Callable[[int], bool]) -> int | None:
         """An engine that may take the newest weights now; `keeps_version(version)`: one that holds that version may not."""
-        for engine in sorted(self._old - self._installing) if self._old else ():
+        for engine in sorted(self._old - self._installing.keys()) if self._old else ():
             drained = self._plan.in_flight_update or not self._load[engine]
             if drained and not keeps_version(self.versions[engine]):
                 return engine
@@ -52,6 +53,11 @@ class EnginePool:
     def idle(self, engine: int) -> bool:
         """Holds the newest weights and no sample of the training."""
         return not self._load[engine] and engine not in self._old and engine not in self._installing
+
+    @property
+    def held(self) -> set[int]:
+        """Versions that engines hold, or will when an install that runs has ended."""
+        return {*self.versions, *self._installing.values()}
 
     @property
     def sampling(self) -> bool:
@@ -90,11 +96,11 @@ class EnginePool:
         """There is a newer version."""
         self._old = set(range(self._plan.engines))
 
-    def install(self, engine: int) -> None:
-        self._installing.add(engine)
+    def install(self, engine: int, version: int) -> None:
+        self._installing[engine] = version
 
     def installed(self, engine: int, version: int, newest: int) -> None:
-        self._installing.discard(engine)
+        del self._installing[engine]
         self.versions[engine] = version
         self._held_out[engine] = 0
         self._maybe_able.add(engine)

@@ -23,7 +23,6 @@ class _Round:
     """Prompt → samples of it still in an engine."""
     lost: set[int] = field(default_factory=set)
     """Prompts with a sample that an install has ended."""
-    to_score: list[int] = field(default_factory=list)
     scoring: Counter[int] = field(default_factory=Counter)
     """Score parts still at work on a prompt's samples."""
     closing: bool = False
@@ -52,7 +51,9 @@ class Evaluation:
     def next_prompt(self, version: int) -> int | None:
         """The prompt to sample next under a version, None if there is none."""
         found = self._rounds.get(version)
-        return found.next if found is not None and self.facts is not None and found.next < self.facts.prompts else None
+        if found is None or found.closing or self.facts is None:
+            return None
+        return found.next if found.next < self.facts.prompts else None
 
     def sampling(self, version: int) -> bool:
         """Whether a round of this version still has prompts to sample, or samples in an engine."""
@@ -105,7 +106,7 @@ class Evaluation:
         """A round that is over: sampled, or no engine will hold its version again; and everything sampled is scored.
 
         Args:
-            held: versions that engines hold.
+            held: versions that engines hold, or are about to.
         """
         for version, found in self._rounds.items():
             no_more = self.next_prompt(version) is None or (version not in held and version < published)

@@ -10,6 +10,7 @@ event for the scheduler, a line in the books (`ledger.py`) and one in the record
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -44,6 +45,7 @@ from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.run_folder import RunFolder, write_untrained
 from conveyor.types import Prompt, SampleId
+from conveyor.workers.records import RolloutRef
 from conveyor.workers.reports import EvaluationAborted, MicroBatchKey, Publication, SampleDone, SampleReport, SampleRow, Span
 from conveyor.workers.start import Workers
 
@@ -172,26 +174,34 @@ class Executor:
         await self.workers.engines[action.engine].submit.remote(prompt, n)
 
     async def _listen(self, number: int) -> None:
-        """Samples leave an engine as they finish: a small report, then the reference of the rollout."""
+        """Samples leave an engine as they finish: small reports, then the reference of their rollouts."""
         try:
             stream = self.workers.engines[number].stream.remote()
             async for reference in stream:
-                done = await reference
-                if isinstance(done, EvaluationAborted):
-                    self.recorder.evaluated(number, done.version, done.span)
-                    self._events.put_nowait(self.held_out.aborted(number, done))
-                elif done.id.group < 0:
-                    self.recorder.evaluated(number, done.oldest_version, done.span)
-                    self._events.put_nowait(self.held_out.sampled(number, done, await anext(stream)))
-                else:
-                    self.ledger.add_rollout(done.id, await anext(stream))
-                    self._open_samples[done.id.group].append((number, done))
-                    self._events.put_nowait(SampleFinished(number, done.id, done.oldest_version))
+                reports, bundle = await reference, await anext(stream)
+                places = itertools.count()
+                for report in reports:
+                    aborted = isinstance(report, EvaluationAborted)
+                    self._left_engine(number, report, None if aborted else RolloutRef(bundle, next(places)))
             raise RuntimeError(f"rollout engine {number} ended its stream before the run was over")
         except RayActorError:
             self._events.put_nowait(self._died(f"rollout engine {number}"))
         except Exception as error:
             self._events.put_nowait(error)
+
+    def _left_engine(self, engine: int, report: SampleDone | EvaluationAborted, rollout: RolloutRef | None) -> None:
+        event: Event
+        if isinstance(report, EvaluationAborted):
+            self.recorder.evaluated(engine, report.version, report.span)
+            event = self.held_out.aborted(engine, report)
+        elif report.id.group < 0:
+            self.recorder.evaluated(engine, report.oldest_version, report.span)
+            event = self.held_out.sampled(engine, report, rollout)
+        else:
+            self.ledger.add_rollout(report.id, rollout)
+            self._open_samples[report.id.group].append((engine, report))
+            event = SampleFinished(engine, report.id, report.oldest_version)
+        self._events.put_nowait(event)
 
     def _record_samples(self, group: int) -> None:
         """The events of a group's samples, as soon as its step is known."""

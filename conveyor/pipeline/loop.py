@@ -69,6 +69,7 @@ def run_placed(
     checkpoint = folder.newest_checkpoint() if recipe.checkpoint.resume else None
     if recipe.checkpoint.resume and checkpoint is None:
         log.warning("checkpoint.resume: %s has no checkpoint; starting from the beginning", folder.checkpoints)
+    untrained = read_untrained(checkpoint[1]) if checkpoint else None
     folder.rewind(checkpoint[0] if checkpoint else 0)
     step_groups = [len(order[step]) for step in range(len(order))]
     slots = {group: placement.slots(group) for group in placement.devices}
@@ -80,7 +81,7 @@ def run_placed(
         start_step=checkpoint[0] if checkpoint else 0,
         engines=len(engines) if engines else None,
         evaluation_prompts=len(held_out),
-        untrained=read_untrained(checkpoint[1]) if checkpoint else None,
+        untrained=untrained,
     )
     trained = [(group.group, group.roles) for group in plan.train_groups]
     workers = start_workers(recipe, placement, trained, _total_updates(plan), engines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from conveyor.checks import check_online
 from conveyor.config import OnlineRecipe, UserError, load_recipe, parse_recipe
 from conveyor.pipeline.loop import run_online
 from conveyor.report.progress import read_metrics
@@ -78,7 +80,9 @@ def parity(recipe: OnlineRecipe, steps: int = STEPS, tolerance: float | None = N
             (`order: prompt`), else `PARAMETER_TOLERANCE`.
     """
     folder = Path(recipe.output_dir) / "parity"
-    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("off", "on"):
+        check_online(_changed(recipe, folder / name, steps, overlap=name == "on"))
+    (folder / "parity.json").unlink(missing_ok=True)
     if tolerance is None:
         exact = recipe.pipeline.order == "prompt" and not torch.cuda.is_available()
         tolerance = 0.0 if exact else PARAMETER_TOLERANCE
@@ -89,15 +93,21 @@ def parity(recipe: OnlineRecipe, steps: int = STEPS, tolerance: float | None = N
 
 
 def _run(recipe: OnlineRecipe, folder: Path, steps: int, overlap: bool) -> RunFolder:
+    shutil.rmtree(folder / "gradient", ignore_errors=True)
+    run_online(_changed(recipe, folder, steps, overlap), gradient_folder=folder / "gradient")
+    return RunFolder(folder)
+
+
+def _changed(recipe: OnlineRecipe, folder: Path, steps: int, overlap: bool) -> OnlineRecipe:
+    """The recipe of one of the two runs, which replaces an earlier one of its folder."""
     raw = recipe.model_dump(mode="json")
     raw["output_dir"] = str(folder)
     raw["train"]["steps"] = steps
-    raw["checkpoint"] = {}
+    raw["checkpoint"], raw["overwrite"] = {}, True
     raw["pipeline"] |= {"overlap": overlap, "max_staleness": 0}
     changed = parse_recipe(raw)
     assert isinstance(changed, OnlineRecipe)
-    run_online(changed, gradient_folder=folder / "gradient")
-    return RunFolder(folder)
+    return changed
 
 
 def compare(off: RunFolder, on: RunFolder, tolerance: float) -> Parity:
@@ -165,6 +175,8 @@ def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
         raise UserError(f"{known.recipe}: method: {recipe.method} has no stages to overlap; parity is for methods that sample")
     if known.steps < 1:
         raise UserError(f"--steps: {known.steps}: must be 1 or more")
+    if known.tolerance is not None and not 0 <= known.tolerance < math.inf:
+        raise UserError(f"--tolerance: {known.tolerance:g}: must be 0 or more")
     if recipe.pipeline.max_staleness:
         print("pipeline.max_staleness: both runs use 0; with more, sampling ahead changes the samples by design", file=sys.stderr)
     found = parity(recipe, known.steps, known.tolerance)

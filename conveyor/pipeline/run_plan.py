@@ -129,7 +129,7 @@ def run_plan(
 
 def _evaluation_plan(recipe: OnlineRecipe, prompts: int) -> EvaluationPlan | None:
     section = recipe.evaluate
-    return None if section is None else EvaluationPlan(prompts, section.n_samples_per_prompt, section.every, section.in_bubbles)
+    return None if section is None else EvaluationPlan(prompts, section.n_samples_per_prompt, section.every, recipe.evaluates_in_bubbles)
 
 
 def score_parts(recipe: OnlineRecipe) -> tuple[ScorePart, ...]:

@@ -128,7 +128,7 @@ class Scheduler:
         while action := self._next_action():
             self._start(action)
             started.append(action)
-        while self.plan.evaluation and (close := self.evaluation.to_close(set(self.engines.versions), self._published)):
+        while self.plan.evaluation and (close := self.evaluation.to_close(self.engines.held, self._published)):
             self.evaluation.start_close(close)
             started.append(close)
         return started
@@ -231,8 +231,8 @@ class Scheduler:
                 self.membership.admit(self.engines.versions[engine])
                 if (step := self.membership.step_of(group)) is not None:
                     self._open_step(step)
-            case InstallEngine(engine, _):
-                self.engines.install(engine)
+            case InstallEngine(engine, version):
+                self.engines.install(engine, version)
             case InstallSnapshot(part, worker, _):
                 self._busy_workers.add((self.plan.parts[part].group, worker))
             case Evaluate(engine, _, _):
@@ -262,7 +262,10 @@ class Scheduler:
             self._turns.end(self.plan.resource(self.plan.rollout_group))
         self._oldest[group] = min(event.oldest_version, self._oldest.get(group, event.oldest_version))
         step = self.membership.step_of(group)
-        if step is not None:
+        # In completion order micro-batches are filled as samples come. Where training waits for whole groups they are filled by
+        # groups, or each would hold samples of all groups in the engines and wait for the last of them.
+        by_group = self.plan.order == "completion" and self.plan.waits_for_group
+        if step is not None and not by_group:
             self._place(step, [event.id])
         else:
             self._group_samples.setdefault(group, []).append(event.id)

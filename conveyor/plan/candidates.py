@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from conveyor.config import OnlineRecipe
+from conveyor.config.recipe import broken_rules
 from conveyor.plan.lengths import LengthFacts
 from conveyor.plan.predict import CostSource
 
@@ -19,7 +20,7 @@ LARGEST_CONCURRENCY = 1024
 def candidates(
     recipe: OnlineRecipe, source: CostSource, lengths: LengthFacts, devices: int, tensor_parallel: Sequence[int]
 ) -> Iterator[OnlineRecipe]:
-    """Every placement looked at; which of them fit is not asked here."""
+    """Every placement looked at that a recipe may have; which of them fit is not asked here."""
     for placed in _splits(recipe, devices, tensor_parallel):
         assert placed.devices is not None
         engines = int(placed.devices[placed.role_group("rollout")]) // placed.rollout.tensor_parallel_size
@@ -27,7 +28,9 @@ def candidates(
         for size in _micro_batch_sizes(recipe, ranks):
             sized = with_keys(placed, pipeline={"micro_batch_size": size})
             for concurrency in _concurrencies(sized, source, lengths, engines):
-                yield with_keys(sized, rollout={"max_concurrent_requests": concurrency})
+                made = with_keys(sized, rollout={"max_concurrent_requests": concurrency})
+                if not broken_rules(made):
+                    yield made
 
 
 def _splits(recipe: OnlineRecipe, devices: int, tensor_parallel: Sequence[int]) -> Iterator[OnlineRecipe]:
@@ -69,9 +72,10 @@ def _concurrencies(recipe: OnlineRecipe, source: CostSource, lengths: LengthFact
         most = min(LARGEST_CONCURRENCY, int((table.limit - table.total + cache) / (cache / most)))
     # More than an engine's share of the samples in flight changes nothing.
     most = min(most, -(-recipe.samples_per_step * (recipe.pipeline.max_staleness + 1) // engines))
-    found = {size // n * n for size in (most, most // 2, most // 4)}
+    least = n if recipe.evaluate is None else max(n, recipe.evaluate.n_samples_per_prompt)
+    found = {max(size, least) // n * n for size in (most, most // 2, most // 4)}
     # Where not even one group fits, the check of memory says so.
-    return sorted(size for size in found if size >= n) or [n]
+    return sorted(size for size in found if size >= least) or [-(-least // n) * n]
 
 
 def with_keys(recipe: OnlineRecipe, **sections: dict[str, Any]) -> OnlineRecipe:

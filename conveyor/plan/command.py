@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     recipe = load_recipe(known.recipe, overrides)
     if not isinstance(recipe, OnlineRecipe):
         raise UserError(f"{known.recipe}: {recipe.method} has no stages to plan; it trains on all devices it is given")
+    if known.write:
+        _check_writable(Path(known.write))
     source, devices, widths = _source(known, recipe)
     workload, described = _workload(known, recipe, source)
     found = search(recipe, source, workload, devices, widths)
@@ -67,21 +70,23 @@ def _source(known: argparse.Namespace, recipe: OnlineRecipe) -> tuple[CostSource
     if (known.profile is None) == (known.model is None):
         which = "give one of them, not both" if known.profile else "say where costs come from"
         raise UserError(f"plan: {which}: --profile RUN (fits a run's events) or --model 70b --gpu h100 --gpus 32 (data sheet)")
-    given = known.gpus or int(sum((recipe.devices or {}).values()))
+    given = known.gpus if known.gpus is not None else int(sum((recipe.devices or {}).values())) or None
     if known.profile is not None:
         profile = Profile.of(read_run(known.profile))
         measured = profile.run.recipe
         there = sum((measured.devices or profile.run.devices).values())
-        return profile, _checked(given or int(there)), (measured.rollout.tensor_parallel_size,)
+        return profile, _checked(int(there) if given is None else given), (measured.rollout.tensor_parallel_size,)
     policy = model_shape(known.model)
     kind = gpu(known.gpu)
     widths = tuple(width for width in (1, 2, 4, 8) if width <= kind.node_size and policy.heads % width == 0)
-    return Roofline(Shapes(policy, model_shape(known.reward_model or known.model)), kind), _checked(given), widths
+    rewards = model_shape(known.reward_model, "--reward-model") if known.reward_model else policy
+    return Roofline(Shapes(policy, rewards), kind), _checked(given), widths
 
 
-def _checked(devices: int) -> int:
-    if not 1 <= devices <= MOST_DEVICES:
-        raise UserError(f"--gpus: {devices or 'none given, and the recipe has no devices'}; name 1 to {MOST_DEVICES}")
+def _checked(devices: int | None) -> int:
+    if devices is None or not 1 <= devices <= MOST_DEVICES:
+        named = "none given, and the recipe has no devices" if devices is None else devices
+        raise UserError(f"--gpus: {named}; name 1 to {MOST_DEVICES}")
     return devices
 
 
@@ -97,9 +102,9 @@ def _workload(known: argparse.Namespace, recipe: OnlineRecipe, source: CostSourc
     if recorded is not None and known.lengths is None:
         drawn = np.random.default_rng(recipe.seed).choice(recorded.responses.ravel(), size=(groups, n))
         return Workload(drawn, np.full(groups, prompt)), f"responses drawn from the run's (mean {recorded.facts.response:.4g} tokens)"
-    text = known.lengths or f"lognormal:mean={max(1.0, longest / 4):g},sigma=0.8"
+    text = f"lognormal:mean={max(1.0, longest / 4):g},sigma=0.8" if known.lengths is None else known.lengths
     law = parse_lengths(text, cap=longest)
-    assumed = "" if known.lengths else "assumed "
+    assumed = "assumed " if known.lengths is None else ""
     return Workload.draw(law, groups, n, prompt, recipe.seed), f"{assumed}responses {text}, prompts of {prompt} tokens"
 
 
@@ -184,6 +189,14 @@ def _engine_share(prediction: Prediction) -> dict[str, float]:
             own = sum(size for item, size in group.items.items() if item in ("engine weights", "KV cache", "engine activations"))
             return {"gpu_memory_utilization": round(own / group.limit, 3)}
     return {}
+
+
+def _check_writable(path: Path) -> None:
+    """Before the search, which takes its time."""
+    if path.exists():
+        raise UserError(f"--write: {path} exists; name a new file")
+    if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"--write: {path.parent} is no folder that can be written to")
 
 
 def _write(path: Path, source: str, recipe: OnlineRecipe, prediction: Prediction) -> None:

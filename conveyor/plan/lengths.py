@@ -120,7 +120,7 @@ def parse_lengths(text: str, cap: int | None = None) -> Lengths:
     """A law from text such as `lognormal:mean=800,sigma=1,cap=4096`, or a plain number, which is constant.
 
     Args:
-        cap: used where the text names none.
+        cap: no response is longer, whatever the text says.
 
     Raises:
         UserError: no such law, or a parameter is missing, unknown or out of range.
@@ -129,18 +129,22 @@ def parse_lengths(text: str, cap: int | None = None) -> Lengths:
         text = f"constant:value={text.strip()}"
     law, _, rest = text.partition(":")
     if law not in _LAWS:
-        raise UserError(f"lengths: {text!r}: no such law; one of {', '.join(_LAWS)}, e.g. lognormal:mean=800,sigma=1,cap=4096")
+        raise UserError(f"--lengths: {text!r}: no such law; one of {', '.join(_LAWS)}, e.g. lognormal:mean=800,sigma=1,cap=4096")
     given: dict[str, float] = {}
     for part in filter(None, rest.split(",")):
         name, _, value = part.partition("=")
         try:
+            if name.strip() in given:
+                raise UserError(f"--lengths: {name.strip()} is given twice")
             given[name.strip()] = float(value)
         except ValueError:
-            raise UserError(f"lengths: {part!r} is not NAME=NUMBER") from None
+            raise UserError(f"--lengths: {part!r} is not NAME=NUMBER") from None
     own_cap = given.pop("cap", cap)
+    if own_cap is not None and cap is not None and own_cap >= 1:
+        own_cap = min(own_cap, cap)
     wanted = _LAWS[law]
     if set(given) != set(wanted):
-        raise UserError(f"lengths: {law} takes {', '.join(wanted)} and cap, not {', '.join(given) or 'nothing'}")
+        raise UserError(f"--lengths: {law} takes {', '.join(wanted)} and cap, not {', '.join(given) or 'nothing'}")
     _check_range(law, given, own_cap)
     return Lengths(law, given, None if own_cap is None else int(own_cap))
 
@@ -149,8 +153,8 @@ def _check_range(law: str, given: dict[str, float], cap: float | None) -> None:
     for name, value in (*given.items(), *([] if cap is None else [("cap", cap)])):
         least = 0.0 if name == "sigma" else 1.0
         if not least <= value < 2**40:
-            raise UserError(f"lengths: {law}: {name} must be at least {least:g}")
+            raise UserError(f"--lengths: {law}: {name} must be at least {least:g}")
     if law == "uniform" and given["low"] > given["high"]:
-        raise UserError("lengths: uniform: low is above high")
+        raise UserError("--lengths: uniform: low is above high")
     if law == "pareto" and given["alpha"] <= 1:
-        raise UserError("lengths: pareto: alpha must be above 1, else there is no mean")
+        raise UserError("--lengths: pareto: alpha must be above 1, else there is no mean")

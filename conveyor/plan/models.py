@@ -68,8 +68,8 @@ NAMED = {
 }
 
 
-def model_shape(name: str) -> ModelShape:
-    """The shape of a named model, or of a folder that holds a Hugging Face config.json.
+def model_shape(name: str, flag: str = "--model") -> ModelShape:
+    """The shape of a named model, or of a folder that holds a Hugging Face config.json; `flag`: where it was named.
 
     Raises:
         UserError: neither, or a model of another kind.
@@ -78,11 +78,11 @@ def model_shape(name: str) -> ModelShape:
         return NAMED[name.lower()]
     path = Path(name).expanduser() / "config.json"
     if not path.is_file():
-        raise UserError(f"--model: {name!r} is neither a folder with a config.json nor one of {', '.join(NAMED)}")
+        raise UserError(f"{flag}: {name!r} is neither a folder with a config.json nor one of {', '.join(NAMED)}")
     try:
         return shape_from_config(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--model: {path}: no shape can be read from it ({error!r})") from None
+        raise UserError(f"{flag}: {path}: no shape can be read from it ({error!r})") from None
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:

@@ -16,6 +16,7 @@ from conveyor.pipeline.run_plan import RunPlan, run_plan
 from conveyor.plan.lengths import Size, Workload
 from conveyor.report.events import Event, read_events
 from conveyor.report.jsonl import read_objects
+from conveyor.report.summary import read_config
 
 TASKS = frozenset({"rollout", "score", "prepare", "train", "update", "publish", "install", "checkpoint"})
 """What is simulated. Evaluations, which fill bubbles, are not."""
@@ -64,7 +65,10 @@ def read_run(folder: str | Path) -> RunRecord:
     for name in ("config.yaml", "events.jsonl", "samples.jsonl", "metrics.jsonl"):
         if not (path / name).is_file():
             raise UserError(f"{path}: holds no {name}; name the folder of a finished online run")
-    raw = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    try:
+        raw = yaml.safe_load(read_config(path / "config.yaml"))
+    except ValueError as error:
+        raise UserError(str(error)) from None
     recipe = parse_recipe(raw if isinstance(raw, dict) else {}, source=str(path / "config.yaml"))
     if not isinstance(recipe, OnlineRecipe):
         raise UserError(f"{path}: {recipe.method} has no stages to plan; name a run of a method that samples")
@@ -78,9 +82,16 @@ def read_run(folder: str | Path) -> RunRecord:
         raise UserError(f"{path}: no step has ended yet")
     if not any(event.samples for event in events):
         raise UserError(f"{path}: its events do not name their samples; run it again with this version")
-    step_groups, workload = _samples(rows, tokens, recipe.rollout.n_samples_per_prompt)
+    try:
+        step_groups, workload = _samples(rows, tokens, recipe.rollout.n_samples_per_prompt)
+    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise UserError(f"{path}: samples.jsonl and metrics.jsonl do not fit together ({type(error).__name__}: {error})") from None
     kept = [event for event in events if event.step <= len(step_groups) and event.task in TASKS]
-    return RunRecord(recipe, kept, workload, step_groups)
+    record = RunRecord(recipe, kept, workload, step_groups)
+    placed = {recipe.role_group(role) for role in recipe.placed_roles}
+    if missing := sorted(placed - record.devices.keys()):
+        raise UserError(f"{path}/events.jsonl: nothing happened on the device group {missing[0]}; the file is not whole")
+    return record
 
 
 def _samples(rows: list[dict[str, Any]], tokens: dict[int, int], n: int) -> tuple[tuple[int, ...], Workload]:

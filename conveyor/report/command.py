@@ -17,6 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="tables and timeline of one step (default: all, and the last three)")
 
 
+def _write(found: Run, step: int | None, trace: bool) -> None:
+    try:
+        if trace:
+            write_trace(found.events, found.folder / "trace.json")
+        write_pages(found, step)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from None
+
+
 def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Prints the tables and writes RUN/trace.json, RUN/timeline.png and RUN/report.html; returns the exit status.
 
@@ -34,12 +43,13 @@ def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     if found.windows:
         for sheet in time_sheets(found, known.step):
             console.print(table(sheet.title, sheet.columns, sheet.rows))
-        write_trace(found.events, found.folder / "trace.json")
+        _write(found, known.step, trace=True)
         written = ["trace.json (opens in ui.perfetto.dev)", "timeline.png"]
     else:
         sheet = metrics_sheet(found.metrics)
         console.print(table(sheet.title, sheet.columns, sheet.rows))
-    write_pages(found, known.step)
+    if not written:
+        _write(found, known.step, trace=False)
     console.print(f"{found.folder}: wrote {', '.join([*written, 'report.html'])}", markup=False, highlight=False, soft_wrap=True)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TextIO
@@ -80,8 +81,22 @@ def read_events(path: Path) -> list[Event]:
     events = []
     for number, values in read_objects(path):
         try:
-            samples = tuple((group, sample) for group, sample in values.pop("samples", ()))
-            events.append(Event(**values, samples=samples))
+            samples = tuple((int(group), int(sample)) for group, sample in values.pop("samples", ()))
+            events.append(_checked(Event(**values, samples=samples)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: not an event ({error})") from error
     return events
+
+
+def _checked(event: Event) -> Event:
+    """Raises ValueError where a field is of another type."""
+    for name in ("group", "worker", "role", "task"):
+        if not isinstance(getattr(event, name), str):
+            raise ValueError(f"{name} is no text")
+    if type(event.step) is not int:
+        raise ValueError("step is no whole number")
+    for name in ("start", "end"):
+        value = getattr(event, name)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} is no number")
+    return event

@@ -15,7 +15,10 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: a line is no JSON object; names file and line.
     """
-    *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
+    try:
+        *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (byte {error.start})") from None
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)

@@ -89,12 +89,22 @@ def read_run(folder: Path) -> Run:
     try:
         metrics = read_metrics(metrics_path)
         events = read_events(events_path) if events_path.is_file() else []
+        config = read_config(config_path) if config_path.is_file() else ""
     except ValueError as error:
         raise UserError(str(error)) from error
     if not metrics:
         raise UserError(f"{metrics_path}: no step has finished yet")
-    config = config_path.read_text(encoding="utf-8") if config_path.is_file() else ""
     return Run(folder, metrics, events, config)
+
+
+def read_config(path: Path) -> str:
+    """The text of a config.yaml. Raises ValueError naming the file where it is not one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        yaml.safe_load(text)
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())[:120]})") from None
+    return text
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,6 @@
 """A rollout engine: vLLM inside a Ray actor, stepped by one thread.
 
-    submit ──▶┐                    ┌──▶ stream: SampleDone, Rollout · SampleDone, Rollout · …
+    submit ──▶┐                    ┌──▶ stream: reports, rollouts · reports, rollouts · …
     install ─▶┤ commands ─▶ engine thread: commands, one engine step, commands, one step, …
     generate ▶┘                    └──▶ generate: list of Rollout
 
@@ -41,6 +41,10 @@ CPU_PREFILL_TOKENS = 2048
 
 class RolloutError(RuntimeError):
     """The engine thread has ended with an error, which is the cause of this one."""
+
+
+_Leaving = tuple[SampleDone | EvaluationAborted, Rollout | None]
+"""A report and, of a finished sample, its rollout."""
 
 
 @dataclass(slots=True)
@@ -96,7 +100,9 @@ class RolloutWorker:
         self._requests: dict[str, _Request] = {}
         self._count = 0
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[SampleDone | Rollout | EvaluationAborted | None] = queue.SimpleQueue()
+        self._leaving: list[_Leaving] = []
+        """What has left the engine since it was last handed on."""
+        self._finished: queue.SimpleQueue[list[_Leaving] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _ended against _commands
         self._ended = False
         self._failure: BaseException | None = None
@@ -121,15 +127,24 @@ class RolloutWorker:
         self._command(partial(self._add_evaluation, prompt, n, version, temperature))
 
     @ray.method(num_returns="streaming")
-    def stream(self) -> Iterator[SampleDone | Rollout | EvaluationAborted]:
-        """For each finished sample of `submit` and `evaluate` its SampleDone and then its Rollout, until `close` or `renew`.
+    def stream(self) -> Iterator[tuple[SampleDone | EvaluationAborted, ...] | tuple[Rollout, ...]]:
+        """What has left the engine since the last item, in two: a tuple of reports, one for each sample of `submit` and `evaluate`,
+        and a tuple of the rollouts of those that are SampleDone. Until `close` or `renew`.
+
+        Samples that finish in one engine step travel as one object, for every object costs the driver about a millisecond.
 
         Raises:
             RolloutError: the engine has failed.
         """
         finished = self._finished
-        while (item := finished.get()) is not None:
-            yield item
+        while (leaving := finished.get()) is not None:
+            while not finished.empty():
+                if (more := finished.get()) is None:
+                    finished.put(None)
+                    break
+                leaving = leaving + more
+            yield tuple(report for report, _ in leaving)
+            yield tuple(rollout for _, rollout in leaving if rollout is not None)
         finished.put(None)  # for a reader who comes after the end
         self._raise_failure()
 
@@ -193,6 +208,7 @@ class RolloutWorker:
                 if self._requests:
                     for output in self._engine.step():
                         self._finish(output)
+                    self._hand_on()
             self._engine.engine_core.shutdown()
         except BaseException as error:
             self._failure = error
@@ -205,6 +221,12 @@ class RolloutWorker:
             self._waiting.append(future)
             future.set_result(function())
             self._waiting.remove(future)
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        if self._leaving:
+            self._finished.put(self._leaving)
+            self._leaving = []
 
     def _end(self) -> None:
         """Nobody waits in vain: whoever waits for the engine gets its error."""
@@ -228,6 +250,7 @@ class RolloutWorker:
         self._engine.abort_request(dropped)
         for name in dropped:
             del self._requests[name]
+        self._leaving = []
         self._finished.put(None)
         self._finished = queue.SimpleQueue()
 
@@ -269,14 +292,14 @@ class RolloutWorker:
             return
         now = time.time()  # an install that was called later came first
         for sample in range(n):
-            self._finished.put(EvaluationAborted(SampleId(prompt.index, sample), version, Span(now, now)))
+            self._leaving.append((EvaluationAborted(SampleId(prompt.index, sample), version, Span(now, now)), None))
 
     def _abort_evaluations(self) -> None:
         for name, request in [(name, request) for name, request in self._requests.items() if request.evaluation]:
             self._engine.abort_request([name])
             del self._requests[name]
             span = Span(request.start, time.time())
-            self._finished.put(EvaluationAborted(SampleId(request.prompt.index, request.sample), request.version, span))
+            self._leaving.append((EvaluationAborted(SampleId(request.prompt.index, request.sample), request.version, span), None))
 
     def _finish(self, output: Any) -> None:
         """`output`: a finished vLLM RequestOutput, as FINAL_ONLY gives no others."""
@@ -295,8 +318,7 @@ class RolloutWorker:
     def _to_stream(self, rollout: Rollout, span: Span) -> None:
         versions = rollout.versions
         done = SampleDone(rollout.id, len(versions), rollout.truncated, int(versions[0]), int(versions[-1]), span)
-        self._finished.put(done)
-        self._finished.put(rollout)
+        self._leaving.append((done, rollout))
 
     def _install(self, publication: Publication) -> InstallReport:
         start = time.time()

@@ -30,6 +30,7 @@ from conveyor.models.scalar_model import load_critic, load_scalar_model, respons
 from conveyor.rewards import FunctionReward, FunctionScores
 from conveyor.run_folder import RunFolder
 from conveyor.types import PartialScores, Rollout
+from conveyor.workers.records import fetch_rollouts
 from conveyor.workers.reports import InstallReport, Publication, ScoreReport, Span, WorkerInfo
 from conveyor.workers.weight_sync import Bucket, checked, read
 
@@ -80,7 +81,7 @@ class ScoreWorker:
             RewardError: a reward function failed and the recipe says stop.
         """
         start = time.time()
-        samples = fetch(rollouts)
+        samples = fetch_rollouts(rollouts)
         calls = {name: self._threads.submit(self._functions[name].score, samples) for name in roles if name in self._functions}
         batch = join(samples).to(self._device)
         models = {role: self._run(role, batch, samples) for role in roles if role not in self._functions}
@@ -153,15 +154,6 @@ def _reward_tokenizer(reward: sections.Reward) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"rewards.{reward.name}.model: no tokenizer can be read from {reward.model}: {reason}") from error
-
-
-def fetch(rollouts: Sequence[Any]) -> list[Rollout]:
-    """Rollouts themselves, or what their references stand for."""
-    if all(isinstance(rollout, Rollout) for rollout in rollouts):
-        return list(rollouts)
-    import ray
-
-    return ray.get(list(rollouts))
 
 
 def reencode(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> list[int]:

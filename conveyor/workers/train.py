@@ -34,6 +34,7 @@ from conveyor.models.language_model import load_language_model, response_logprob
 from conveyor.models.scalar_model import load_critic, response_values
 from conveyor.models.train_engine import TrainEngine
 from conveyor.types import SampleId, Scored, TrainBatch
+from conveyor.workers.records import fetch, fetch_rollouts
 from conveyor.workers.reports import (
     Denominators,
     MicroBatchKey,
@@ -135,7 +136,7 @@ class TrainWorker:
         start = time.time()
         algorithm = self._recipe.algorithm
         on_policy = self._recipe.pipeline.max_staleness == 0
-        samples = merge_scores(_fetch(rollouts), _fetch(scores))[self._rank :: self._world_size]
+        samples = merge_scores(fetch_rollouts(rollouts), fetch(scores))[self._rank :: self._world_size]
         batch = make_train_batch(samples, self._weights, algorithm, on_policy) if samples else empty_batch()
         reports = [sample_report(sample, self._weights, algorithm, on_policy) for sample in samples]
         found: Moments | None = None
@@ -282,13 +283,6 @@ class TrainWorker:
         for role, place in {"actor": folder, "critic": critic_folder}.items():
             if role in self._engines and place is not None:
                 self._engines[role].save_pretrained(Path(place), self._tokenizer)
-
-
-def _fetch(items: Sequence[Any]) -> list[Any]:
-    """Records themselves, or what their references stand for."""
-    if not any(isinstance(item, ray.ObjectRef) for item in items):
-        return list(items)
-    return ray.get(list(items))
 
 
 def _to(batch: TrainBatch, device: torch.device) -> TrainBatch:

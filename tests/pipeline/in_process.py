@@ -105,8 +105,8 @@ class TorchEngine:
                 rollout = self._sample(*self._running.pop(self._random.randrange(len(self._running))))
                 versions = rollout.versions
                 now = time.time()
-                yield SampleDone(rollout.id, len(versions), rollout.truncated, int(versions[0]), int(versions[-1]), Span(now, now))
-                yield rollout
+                yield (SampleDone(rollout.id, len(versions), rollout.truncated, int(versions[0]), int(versions[-1]), Span(now, now)),)
+                yield (rollout,)
             await asyncio.sleep(0)
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class _Stream:
 
     async def __anext__(self) -> Any:
         item = await anext(self._items)
-        if isinstance(item, Rollout):
+        if isinstance(item[0], Rollout):
             return item
         return asyncio.ensure_future(asyncio.sleep(0, item))
 

@@ -83,8 +83,8 @@ class Engine(FakeActor):
         async def both() -> AsyncIterator[Any]:
             while True:
                 done, rollout = await self._queue.get()
-                yield asyncio.ensure_future(asyncio.sleep(0, done))
-                yield rollout
+                yield asyncio.ensure_future(asyncio.sleep(0, (done,)))
+                yield (rollout,)
 
         stream = both()
         return type("Stream", (), {"remote": staticmethod(lambda: stream)})
@@ -99,7 +99,7 @@ class Scorer(FakeActor):
         self.log = list[Any]()
 
     def _score(self, roles: tuple[str, ...], rollouts: list[Any]) -> tuple[ScoreReport, Any]:
-        self.log.append((roles, [(prompt.index, k) for prompt, k in rollouts]))
+        self.log.append((roles, [(prompt.index, k) for prompt, k in (ref.bundle[ref.place] for ref in rollouts)]))
         return ScoreReport(span()), "scores"
 
     def _install(self, role: str, publication: Publication) -> InstallReport:
@@ -112,7 +112,7 @@ class Rank(FakeActor):
         self._rank, self._ranks, self._fail, self._role, self.log = rank, ranks, fail, role, list[Any]()
 
     def _prepare(self, key: Any, rollouts: list[Any], scores: list[Any]) -> PrepareReport:
-        mine = rollouts[self._rank :: self._ranks]
+        mine = [ref.bundle[ref.place] for ref in rollouts[self._rank :: self._ranks]]
         samples = [SampleReport(SampleId(p.index, k), {"r": 1.0}, 1.0, 1.0, 0.3, 3, 3, True, key.step, 3 * key.step) for p, k in mine]
         return PrepareReport(key, tuple(samples), None, span())
 

@@ -3,9 +3,10 @@
 import pytest
 
 from conveyor.config import parse_recipe
-from conveyor.pipeline.actions import Evaluate, EvaluationSampled, ScoreEvaluation
+from conveyor.pipeline.actions import CloseEvaluation, Evaluate, EvaluationSampled, ScoreEvaluation
+from conveyor.pipeline.evaluation import Evaluation
 from conveyor.pipeline.held_out import HeldOut
-from conveyor.pipeline.run_plan import EvaluationPlan, RunPlan
+from conveyor.pipeline.run_plan import EvaluationPlan, RunPlan, ScorePart
 from conveyor.types import Prompt, SampleId
 from conveyor.workers.reports import EvaluationAborted, SampleDone, Span
 
@@ -64,3 +65,21 @@ def test_only_prompts_before_the_first_unfinished_one_count() -> None:
 def test_a_version_without_any_finished_prompt_has_a_line_that_says_so() -> None:
     line = held_out(3).close(2)
     assert line["eval/reward/mean"] is None and line["eval/coverage"] == 0 and line["eval/truncated_fraction"] is None
+
+
+def test_a_micro_batch_of_an_evaluation_is_of_one_version() -> None:
+    """Version 0 has a prompt left to score when version 1's come in."""
+    plan = RunPlan((1, 1), 1, 1, 4, parts=(ScorePart("score", ("right",), False, ("right",)),), evaluation=EvaluationPlan(2, 1))
+    evaluation = Evaluation(plan)
+    for version in (0, 1):
+        evaluation.open(version)
+        for prompt in (0, 1):
+            evaluation.start(Evaluate(0, prompt, version))
+            evaluation.sampled(EvaluationSampled(0, prompt, version, False))
+    for version in (0, 1):
+        action = evaluation.to_score(0, 0)
+        assert action == ScoreEvaluation(0, 0, version, (0, 1))
+        evaluation.start_score(action)
+        evaluation.scored(action)
+    assert evaluation.to_score(0, 0) is None
+    assert evaluation.to_close({1}, 1) == CloseEvaluation(0)

@@ -48,6 +48,15 @@ def test_what_a_checkpoint_carries_comes_first_in_the_resumed_run() -> None:
     assert Membership(plan(2, 2, order="prompt")).untrained(1) == ((), 2)
 
 
+def test_a_checkpoint_names_groups_that_already_belong_to_a_later_step() -> None:
+    membership = Membership(plan(1, 1, 1))
+    admit(membership, 0)
+    assert [membership.finish(1), membership.finish(0)] == [0, 1]
+    assert membership.untrained(1) == ((0,), 2)
+    resumed = Membership(plan(1, 1, 1, start_step=1, carried=(0,), next_group=2))
+    assert resumed.untrained(1) == ((0,), 2), "a run killed before it admits anything loses nothing either"
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     steps=st.lists(st.integers(1, 4), min_size=1, max_size=6),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from conveyor.pipeline.actions import (
     Admit,
+    Checkpoint,
     CloseEvaluation,
     Done,
     Evaluate,
@@ -45,10 +46,16 @@ class World:
         self.stage_on: dict[str, Counter[str]] = {}
         self.evaluated: Counter[tuple[int, int]] = Counter()  # (version, prompt) → samples scored by every reward part
         self.closed: list[int] = []
+        self.held_out = [0] * plan.engines
+        self.saved: tuple[int, tuple[int, ...], int] | None = None  # of the newest checkpoint: step, groups carried, next group
 
-    def run(self, choose) -> None:
+    def run(self, choose, killed_after: int | None = None) -> None:
+        """`killed_after`: so many events, if the run has not ended by then."""
         self._take(self.scheduler.actions())
         while not self.scheduler.finished:
+            if killed_after is not None and killed_after <= 0 and self.saved is not None:
+                return
+            killed_after = None if killed_after is None else killed_after - 1
             assert self.pending, "deadlock: nothing is running and the run is not finished"
             event = self.pending.pop(choose(len(self.pending)))
             self._happen(event)
@@ -66,7 +73,7 @@ class World:
                     if self.plan.order == "prompt":
                         assert 0 <= step - self.engine_version[engine] <= self.plan.max_staleness
                     self.engine_load[engine] += self.plan.samples_per_group
-                    assert self.engine_load[engine] <= self.plan.engine_slots
+                    assert self.engine_load[engine] + self.held_out[engine] <= self.plan.engine_slots
                     for sample in range(self.plan.samples_per_group):
                         self.pending.append(SampleFinished(engine, SampleId(group, sample), self.engine_version[engine]))
                     continue
@@ -75,6 +82,8 @@ class World:
                     assert version == self.engine_version[engine]
                     assert not facts.in_bubbles or self.engine_load[engine] == 0, "only idle engines evaluate"
                     self.pending += [EvaluationSampled(engine, prompt, version, False) for _ in range(facts.samples_per_prompt)]
+                    self.held_out[engine] += facts.samples_per_prompt
+                    assert self.engine_load[engine] + self.held_out[engine] <= self.plan.engine_slots
                     continue
                 case InstallEngine(engine, _):
                     if not self.plan.in_flight_update:
@@ -99,8 +108,12 @@ class World:
             case SampleFinished(engine, sample, version):
                 self.engine_load[engine] -= 1
                 self.sampled[sample] = version
+            case EvaluationSampled(engine, _, version, _):
+                self.held_out[engine] -= version == self.engine_version[engine]
             case Done(InstallEngine(engine, version)):
-                self.engine_version[engine] = version
+                self.engine_version[engine], self.held_out[engine] = version, 0
+            case Done(Checkpoint(0, step)):
+                self.saved = (step, *self.scheduler.membership.untrained(step))
             case Done(InstallSnapshot(part, worker, version)):
                 self.snapshots[part, worker] = version
             case Done(ScoreEvaluation(_, _, version, prompts)):
@@ -211,6 +224,61 @@ def check_evaluations(world: World) -> None:
     assert last in complete
     if not facts.in_bubbles and plan.max_staleness == 0:
         assert complete == due
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans(), seed=st.integers(0, 1 << 30), lives=st.lists(st.integers(1, 60), max_size=3))
+def test_a_run_killed_again_and_again_trains_every_group_once(plan: RunPlan, seed: int, lives: list[int]) -> None:
+    """Each life goes on from the last checkpoint: its steps count, what came after them does not."""
+    import random
+    from dataclasses import replace
+
+    rng = random.Random(seed)
+    plan = replace(plan, checkpoint_every=1, train_groups=plan.train_groups[:1], start_step=0, initial_sync=True, evaluation=None)
+    trained: Counter[int] = Counter()
+    for killed_after in [*lives, None]:
+        world = World(plan)
+        world.run(rng.randrange, killed_after)
+        end = len(plan.step_groups) if killed_after is None or world.scheduler.finished else world.saved[0]
+        steps = {
+            action.key: action
+            for action in world.log
+            if isinstance(action, Train) and action.key.step < end and action.update == action.key.update
+        }
+        trained.update({sample.group for action in steps.values() for sample in action.samples})
+        if end == len(plan.step_groups):
+            break
+        plan = replace(plan, start_step=end, carried=world.saved[1], next_group=world.saved[2])
+    assert trained == Counter(range(sum(plan.step_groups)))
+
+
+@pytest.mark.parametrize("in_bubbles", [True, False])
+def test_a_version_on_its_way_into_an_engine_is_still_evaluated(in_bubbles: bool) -> None:
+    """Versions 1 and 2 are published while the only engine takes version 1: its round is not over yet."""
+    plan = RunPlan(step_groups=(1, 1, 1, 1), samples_per_group=1, samples_per_update=1, micro_batch_size=1, engine_slots=4, max_staleness=2,
+                   parts=(ScorePart("score", ("reward",), False, ("reward",)),),
+                   evaluation=EvaluationPlan(1, 1, 1, in_bubbles))  # fmt: skip
+    scheduler = Scheduler(plan)
+    log, waiting, todo = [], [], scheduler.actions()
+    while todo:
+        action = todo.pop(0)
+        log.append(action)
+        if isinstance(action, InstallEngine):
+            waiting.append(action)
+            continue
+        event = Done(action)
+        if isinstance(action, Admit):
+            event = SampleFinished(0, SampleId(action.group, 0), 0)
+        if isinstance(action, Evaluate):
+            event = EvaluationSampled(0, action.prompt, action.version, False)
+        scheduler.handle(event)
+        todo += scheduler.actions()
+    assert scheduler.version >= 2 and waiting == [InstallEngine(0, 1)]
+    closed = [action.version for action in log if isinstance(action, CloseEvaluation)]
+    assert 0 in closed and 1 not in closed, "a version that the engine will skip is closed, one on its way is not"
+    scheduler.handle(Done(waiting[0]))
+    due = scheduler.actions()
+    assert InstallEngine(0, scheduler.version) in due if in_bubbles else Evaluate(0, 0, 1) in due
 
 
 @settings(max_examples=30, deadline=None)

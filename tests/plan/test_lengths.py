@@ -24,6 +24,7 @@ def test_lengths_have_the_mean_asked_for(text: str, mean: float, tolerance: floa
 
 def test_a_cap_cuts_and_the_texts_own_cap_wins() -> None:
     assert parse_lengths("pareto:mean=300,alpha=1.1", cap=1000).draw(10_000, np.random.default_rng(0)).max() == 1000
+    assert parse_lengths("pareto:mean=300,alpha=1.1,cap=5000", cap=1000).cap == 1000, "the recipe's limit"
     assert parse_lengths("pareto:mean=300,alpha=1.1,cap=500", cap=1000) == Lengths("pareto", {"mean": 300, "alpha": 1.1}, 500)
 
 
@@ -47,6 +48,6 @@ def test_facts_weigh_running_samples_by_their_length() -> None:
      "pareto:mean=9,alpha=1", "constant:value=0", "lognormal:mean=nan,sigma=1", "constant:value=inf"],
 )  # fmt: skip
 def test_what_is_no_law_is_one_clear_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^lengths: ") as error:
+    with pytest.raises(UserError, match=r"^--lengths: ") as error:
         parse_lengths(text)
     assert "\n" not in str(error.value)

@@ -5,6 +5,8 @@ import pytest
 import yaml
 
 from conveyor.config import UserError, load_recipe, parse_recipe
+from conveyor.config.recipe import broken_rules
+from conveyor.plan.candidates import candidates
 from conveyor.plan.command import add_arguments, changed_recipe, run
 from conveyor.plan.estimate import StageSeconds
 from conveyor.plan.hardware import GPUS
@@ -132,7 +134,12 @@ def test_a_plan_from_a_run_and_its_validation(recipe_file: str, tmp_path: Path, 
         (["--model", "8b", "--profile", "x"], "give one of them, not both"),
         (["--model", "8b"], "--gpus: none given"),
         (["--model", "8b", "--gpus", "-3"], "--gpus: -3; name 1 to"),
+        (["--model", "8b", "--gpus", "0"], "--gpus: 0; name 1 to"),
         (["--model", "8b", "--gpus", "4", "--gpu", "abacus"], "abacus"),
+        (["--model", "8b", "--gpus", "4", "--reward-model", "abacus"], "--reward-model: 'abacus' is neither"),
+        (["--model", "8b", "--gpus", "4", "--lengths", ""], "--lengths: '': no such law"),
+        (["--model", "8b", "--gpus", "4", "--lengths", "constant:value=1,value=2"], "--lengths: value is given twice"),
+        (["--model", "8b", "--gpus", "4", "--write", "/nowhere/at/all.yaml"], "--write: /nowhere/at is no folder"),
         (["--model", "8b", "--gpus", "4", "--lengths", "gauss"], "no such law"),
         (["--model", "8b", "--gpus", "4", "--prompt", "-1"], "--prompt: -1"),
         (["--profile", "nowhere"], "holds no config.yaml"),
@@ -142,6 +149,30 @@ def test_bad_input_is_one_clear_line(recipe_file: str, arguments: list[str], mes
     with pytest.raises(UserError, match=message) as error:
         plan(recipe_file, *arguments)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_there_is_not_written_over(recipe_file: str) -> None:
+    with pytest.raises(UserError, match=r"--write: .* exists; name a new file"):
+        plan(recipe_file, "--model", "8b", "--gpus", "4", "--write", recipe_file)
+
+
+def test_a_damaged_run_is_one_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    whole = (folder / "events.jsonl").read_text().splitlines()
+    (folder / "events.jsonl").write_text("\n".join(whole[:1]) + "\n")
+    with pytest.raises(UserError, match="nothing happened on the device group"):
+        plan("--validate", str(folder))
+    (folder / "metrics.jsonl").write_text('{"tokens": 3}\n')
+    with pytest.raises(UserError, match="run"):
+        plan("--validate", str(folder))
+
+
+def test_every_placement_is_one_that_a_recipe_may_have() -> None:
+    """Merging rollout with others leaves no bubbles to evaluate in, which the recipe does not insist on."""
+    evaluated = recipe(devices={"rollout": 2, "score": 1, "train": 2}, evaluate={"path": "e", "n_samples_per_prompt": 24})
+    made = list(candidates(evaluated, SOURCE, WORKLOAD.facts, 4, (1, 2)))
+    assert any(one.role_group("rollout") == "train" for one in made)
+    assert all(not broken_rules(one) and one.rollout.max_concurrent_requests >= 24 for one in made)
 
 
 def test_an_offline_recipe_has_no_stages(tmp_path: Path) -> None:

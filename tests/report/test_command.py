@@ -132,3 +132,30 @@ def test_the_picture_has_a_legible_row_for_each_worker(count):
     boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
     assert all(above.y0 >= below.y1 for above, below in itertools.pairwise(boxes))  # no name covers the next
     assert figure.get_figheight() < 16
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("events.jsonl", '{"start": "abc"}', "not an event"),
+        ("events.jsonl", '{"step": null}', "step is no whole number"),
+        ("events.jsonl", '{"end": NaN}', "end is no number"),
+        ("config.yaml", "a: [", "config.yaml: not valid YAML"),
+        ("config.yaml", b"\xff\xfe", "config.yaml: not valid YAML"),
+        ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: not UTF-8"),
+    ],
+)
+def test_a_damaged_file_is_one_line_that_names_it(folder, file, content, message):
+    if file == "events.jsonl":
+        first = json.loads((folder / file).read_text().splitlines()[0])
+        content = json.dumps(first | json.loads(content)) + "\n"
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message) as caught:
+        report(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_report_that_cannot_be_written_is_one_line(folder):
+    (folder / "trace.json").mkdir()
+    with pytest.raises(UserError, match=r"trace\.json: Is a directory"):
+        report(folder)

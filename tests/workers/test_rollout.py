@@ -1,5 +1,6 @@
 """The engine against transformers: what it samples, with which weights, and who gets it."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -80,11 +81,11 @@ def second_engine(engine: Any, tied_policy: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def streams(engine: Any, second_engine: Any) -> tuple[Any, Any]:
+def streams(engine: Any, second_engine: Any) -> tuple["Leaving", "Leaving"]:
     """One reader each: a stream is one queue."""
     call(engine.renew.remote())
     call(second_engine.renew.remote())
-    return engine.stream.remote(), second_engine.stream.remote()
+    return Leaving(engine), Leaving(second_engine)
 
 
 def call(reference: Any) -> Any:
@@ -93,8 +94,23 @@ def call(reference: Any) -> Any:
     return ray.get(reference, timeout=TIMEOUT)
 
 
-def next_sample(stream: Any) -> tuple[SampleDone, Rollout]:
-    done, rollout = call(next(stream)), call(next(stream))
+class Leaving:
+    """What leaves an engine, one sample after the other."""
+
+    def __init__(self, engine: Any) -> None:
+        self._stream = engine.stream.remote()
+        self._waiting: deque[tuple[SampleDone | EvaluationAborted, Rollout | None]] = deque()
+
+    def next(self) -> tuple[SampleDone | EvaluationAborted, Rollout | None]:
+        while not self._waiting:
+            reports, rollouts = call(next(self._stream)), iter(call(next(self._stream)))
+            self._waiting += [(report, next(rollouts) if isinstance(report, SampleDone) else None) for report in reports]
+            assert next(rollouts, None) is None
+        return self._waiting.popleft()
+
+
+def next_sample(leaving: Leaving) -> tuple[SampleDone, Rollout]:
+    done, rollout = leaving.next()
     assert isinstance(done, SampleDone)
     assert isinstance(rollout, Rollout)
     return done, rollout
@@ -152,7 +168,7 @@ def test_eos_is_kept_and_never_invented(engine: Any) -> None:
 
 
 @pytest.mark.slow
-def test_samples_return_to_their_own_prompts(streams: tuple[Any, Any], engine: Any, second_engine: Any) -> None:
+def test_samples_return_to_their_own_prompts(streams: tuple["Leaving", "Leaving"], engine: Any, second_engine: Any) -> None:
     """Case 22: two engines share five prompts; what arrives equals what each engine makes of its own, one at a time."""
     prompts = [prompt(i, 6 + 5 * i) for i in range(5)]
     for i, each in enumerate(prompts):
@@ -214,7 +230,7 @@ def test_one_changed_weight_and_a_corrupted_bucket(engine: Any, model: torch.nn.
 
 @pytest.mark.slow
 def test_install_in_flight_keeps_requests(
-    streams: tuple[Any, Any], engine: Any, model: torch.nn.Module, tiny_policy: Path, restored: None
+    streams: tuple["Leaving", "Leaving"], engine: Any, model: torch.nn.Module, tiny_policy: Path, restored: None
 ) -> None:
     """Every token comes from the weights of its version alone, also within one response. After an install all requests are
     prefilled anew, which is more than an engine does in one step."""
@@ -239,7 +255,7 @@ def test_install_in_flight_keeps_requests(
 
 @pytest.mark.slow
 def test_an_evaluation_is_of_one_version_and_gives_way_to_an_install(
-    streams: tuple[Any, Any], engine: Any, model: torch.nn.Module, restored: None
+    streams: tuple["Leaving", "Leaving"], engine: Any, model: torch.nn.Module, restored: None
 ) -> None:
     call(engine.evaluate.remote(prompt(-1, 20), 2, 0, 0.0))
     greedy = [next_sample(streams[0])[1] for _ in range(2)]
@@ -251,13 +267,13 @@ def test_an_evaluation_is_of_one_version_and_gives_way_to_an_install(
     call(engine.evaluate.remote(prompt(-6, 20), 1, 0))  # too late: the engine holds version 1
     aborted, kept = set[SampleId](), set[SampleId]()
     while len(aborted) + len(kept) < 19:
-        item = call(next(streams[0]))
+        item, rollout = streams[0].next()
         if isinstance(item, EvaluationAborted):
             assert item.version == 0
             aborted.add(item.id)
             continue
-        rollout = call(next(streams[0]))
         kept.add(item.id)
+        assert rollout is not None
         assert item.id.group >= 0 or set(rollout.versions.tolist()) == {0}
     assert SampleId(-6, 0) in aborted and len(aborted) > 5
     assert {SampleId(1, 0), SampleId(1, 1)} <= kept, "the training's requests live on"
@@ -270,10 +286,10 @@ def test_renewal_drops_what_an_earlier_run_left(second_engine: Any) -> None:
     for i in range(8):
         call(second_engine.submit.remote(prompt(i), 2))
     call(second_engine.renew.remote())
-    stream = second_engine.stream.remote()
+    stream = Leaving(second_engine)
     call(second_engine.submit.remote(prompt(90), 2))
     assert {next_sample(stream)[0].id for _ in range(2)} == {SampleId(90, 0), SampleId(90, 1)}
-    assert len(list(earlier)) % 2 == 0  # it ends, with whole samples
+    assert len(list(earlier)) % 2 == 0  # it ends, with reports and their rollouts
 
 
 @pytest.mark.slow
