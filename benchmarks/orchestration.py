@@ -14,7 +14,7 @@ STAGES = 9.0
 """Seconds of rollout, score and train of a step together, each alone on all its devices."""
 RATIOS = {"60:15:25": (0.60, 0.15, 0.25), "1:1:1": (1 / 3, 1 / 3, 1 / 3)}
 SIGMAS = {"equal": 0.0, "lognormal": 0.5}
-REPETITIONS = 3
+REPETITIONS = 2
 UPDATE, PUBLISH, INSTALL = 0.05, 0.1, 0.1
 """Seconds."""
 
