@@ -161,6 +161,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Any key of the recipe can be set too: --dotted.key value."
     parser.add_argument("recipe", help="YAML file of an online method")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each of the two runs; default: %(default)s")
     parser.add_argument(

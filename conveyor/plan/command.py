@@ -27,7 +27,8 @@ MOST_DEVICES = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="YAML file of an online method")
+    parser.epilog = "Any key of the recipe can be set too: --dotted.key value. A profiled run has the recipe's roles."
+    parser.add_argument("recipe", nargs="?", help="YAML file of an online method; only --validate needs none")
     parser.add_argument("--profile", metavar="RUN", help="fit the costs to a run's folder")
     parser.add_argument("--model", metavar="NAME", help=f"costs from the data sheet: {', '.join(NAMED)}, or a folder with a config.json")
     parser.add_argument("--reward-model", metavar="NAME", help="shape of critic and reward models; default: that of --model")
@@ -96,6 +97,7 @@ def _workload(known: argparse.Namespace, recipe: OnlineRecipe, source: CostSourc
     groups, n, longest = steps * recipe.train.rollout_batch_size, recipe.rollout.n_samples_per_prompt, recipe.rollout.max_response_length
     recorded = source.run.workload if isinstance(source, Profile) else None
     usual = round(recorded.facts.prompt) if recorded else max(1, recipe.data.max_prompt_length // 2)
+    usual = min(usual, recipe.data.max_prompt_length)
     prompt = usual if known.prompt is None else known.prompt
     if not 1 <= prompt <= recipe.data.max_prompt_length:
         raise UserError(f"--prompt: {prompt}: must be from 1 to data.max_prompt_length ({recipe.data.max_prompt_length})")
@@ -116,7 +118,9 @@ def _print(console: Console, found: Found, devices: int, described: str, recipe:
     console.print(f"{found.candidates} placements, {found.fitting} fit the memory, {found.simulated} simulated")
     console.print(_table("Best placements (predicted)", found.best))
     if found.staler:
-        console.print(_table("With more staleness, that is samples of older policies", list(found.staler.values())))
+        console.print(
+            _table("With more staleness, that is samples of older policies (fewer placements simulated)", list(found.staler.values()))
+        )
     left_out = [str(k) for k in range(recipe.pipeline.max_staleness + 1, MOST_STALENESS + 1) if k not in found.staler]
     if left_out:
         console.print(f"max_staleness {', '.join(left_out)}: not simulated, a step has too many samples to do so in a minute")
@@ -125,7 +129,7 @@ def _print(console: Console, found: Found, devices: int, described: str, recipe:
 
 
 def _table(title: str, predictions: list[Prediction]) -> Any:
-    columns = ["devices", "TP", "micro-batch", "concurrent", "staleness", "step s", "idle", "device-h / 1,000"]
+    columns = ["devices", "TP", "micro-batch", "concurrent", "staleness", "step s", "idle", "device-h per 1,000 samples"]
     return table(title, columns, [_row(prediction) for prediction in predictions])
 
 

@@ -101,7 +101,7 @@ def _nothing_fits(devices: int, total: int, smallest: float | None) -> str:
         return f"--gpus {devices}: no placement of the recipe's roles, steps and updates is possible on so many devices"
     return (
         f"--gpus {devices}: none of {total} placements fits; the nearest needs {smallest:.1f} × the memory of a GPU. More GPUs, "
-        "train.zero_stage 3, train.offload_optimizer, model.gradient_checkpointing or shorter responses would help"
+        "train.zero_stage 3, train.offload_optimizer, model.dtype bfloat16, model.gradient_checkpointing or shorter responses would help"
     )
 
 
