@@ -256,6 +256,9 @@ class Placement:
         )
         if name is not None:
             options["name"] = name
+        if options["max_concurrency"] == 1:
+            # In the order they were sent, which the train line relies on. It is Ray's default, also with concurrency groups.
+            options["allow_out_of_order_execution"] = False
         groups: Any = {"concurrency_groups": cls.concurrency_groups} if hasattr(cls, "concurrency_groups") else {}
         remote: Any = ray.remote(**groups)(cls) if groups else ray.remote(cls)
         actor = remote.options(**options).remote(**kwargs)

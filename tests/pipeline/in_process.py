@@ -50,11 +50,11 @@ class Delays:
 class Call:
     """`worker.method.remote(…)`: an awaitable, or with `num_returns=2` an awaitable and a value."""
 
-    def __init__(self, function: Callable[..., Any], delays: Delays, returns: int = 1) -> None:
-        self._function, self._delays, self._returns = function, delays, returns
+    def __init__(self, function: Callable[..., Any], delays: Delays, turn: asyncio.Lock, returns: int = 1) -> None:
+        self._function, self._delays, self._turn, self._returns = function, delays, turn, returns
 
     def options(self, num_returns: int) -> Call:
-        return Call(self._function, self._delays, num_returns)
+        return Call(self._function, self._delays, self._turn, num_returns)
 
     def remote(self, *arguments: Any) -> Any:
         if self._returns == 1:
@@ -63,18 +63,20 @@ class Call:
         return asyncio.ensure_future(self._answer(lambda: report, ())), value
 
     async def _answer(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        await self._delays.wait()
-        return function(*arguments)
+        async with self._turn:
+            await self._delays.wait()
+            return function(*arguments)
 
 
 class Actor:
-    """A worker whose methods are called through `Call`."""
+    """A worker whose methods are called through `Call`: one after the other as they were sent, as Ray does, but `prepare` beside them."""
 
     def __init__(self, worker: Any, delays: Delays) -> None:
         self._worker, self._delays = worker, delays
+        self._turns = {"prepare": asyncio.Lock(), "": asyncio.Lock()}
 
     def __getattr__(self, name: str) -> Any:
-        return Call(getattr(self._worker, name), self._delays)
+        return Call(getattr(self._worker, name), self._delays, self._turns.get(name, self._turns[""]))
 
 
 class TorchEngine:

@@ -41,7 +41,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def recipe_of(folders: dict[str, Path], rewards: list[dict], **sections) -> OnlineRecipe:
     raw = {
-        "method": "ppo", "output_dir": str(folders["policy"].parent / "run"), "model": {"path": str(folders["policy"])}, "data": {"path": "unused"},
+        "method": "ppo", "output_dir": str(folders["policy"].parent / "run"),
+        "model": {"path": str(folders["policy"])}, "data": {"path": "unused"},
         "rewards": rewards, "rollout": {"temperature": TEMPERATURE, "n_samples_per_prompt": 2},
         "train": {"rollout_batch_size": 4, "train_batch_size": 4}, "pipeline": {"micro_batch_size": 4},
     }  # fmt: skip
