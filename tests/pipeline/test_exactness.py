@@ -102,6 +102,7 @@ def test_overlap_engines_workers_order_and_micro_batches_change_nothing(case: st
         assert agree(compare(off, other, 1e-4)), pipeline
 
 
+@pytest.mark.slow
 def test_parity_finds_a_difference(models: dict[str, str], tmp_path: Path) -> None:
     """A statistic of a micro-batch taken for the batch's would look like this: another weight of the same losses."""
     one = run(recipe(models, tmp_path / "one", CASES["ppo"]))
@@ -110,6 +111,7 @@ def test_parity_finds_a_difference(models: dict[str, str], tmp_path: Path) -> No
     assert not found.holds and found.gradient.relative > 1e-3
 
 
+@pytest.mark.slow
 def test_staleness_1_by_completion_trains_all_and_stays_within_the_bound(models: dict[str, str], tmp_path: Path) -> None:
     made = recipe(models, tmp_path / "run", CASES["ppo, snapshots"], max_staleness=1, order="completion")
     folder = run(made, seed=3, engines=2)

@@ -198,7 +198,7 @@ def evaluations(draw, n: int, in_bubbles: bool) -> EvaluationPlan | None:
     return draw(st.sampled_from([None, plan]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plan=plans(), data=st.data())
 def test_every_sample_is_trained_once_a_pass_within_the_staleness_bound(plan: RunPlan, data) -> None:
     world = World(plan)
@@ -226,7 +226,7 @@ def check_evaluations(world: World) -> None:
         assert complete == due
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plan=plans(), seed=st.integers(0, 1 << 30), lives=st.lists(st.integers(1, 60), max_size=3))
 def test_a_run_killed_again_and_again_trains_every_group_once(plan: RunPlan, seed: int, lives: list[int]) -> None:
     """Each life goes on from the last checkpoint: its steps count, what came after them does not."""

@@ -52,6 +52,7 @@ def test_alternatives_have_more_staleness_and_the_first_is_faster(found: Found) 
     assert found.staler[1].step_seconds < found.best[0].step_seconds
 
 
+@pytest.mark.slow
 def test_a_search_gives_the_same_answer_again(found: Found) -> None:
     again = search(recipe(), SOURCE, WORKLOAD, 8, (1, 2))
     assert again.best == found.best

@@ -120,6 +120,7 @@ def test_a_folder_that_is_no_run(tmp_path):
         report(tmp_path, "--stpe", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 64])
 def test_the_picture_has_a_legible_row_for_each_worker(count):
     events = [event(f"rollout {n}", task, 0, 2 + n) for n in range(count) for task in ("rollout", "evaluate")]

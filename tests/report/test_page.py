@@ -58,6 +58,7 @@ def test_a_report_shows_curves_timeline_and_numbers(run):
     assert rows["bound: rollout busy, plus syncs (seconds)"] == ["2.25"] and rows["efficiency (bound / actual)"] == ["0.75"]
 
 
+@pytest.mark.slow
 def test_the_timeline_stands_beside_the_page(run):
     page = write_report(run).read_text()
     picture = (run / "timeline.png").read_bytes()

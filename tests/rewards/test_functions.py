@@ -178,6 +178,7 @@ def test_skip_loses_only_the_samples_that_fail(reward):
     assert (result.scores, result.errors, result.timeouts) == ((1.0, None, 1.0), 1, 0)
 
 
+@pytest.mark.slow
 def test_an_endless_function_is_ended_and_counted(reward):
     """Case 18: `while True` → its sample is None, its neighbours are scored, the next call works."""
     endless = reward("hangs", timeout=0.5)
@@ -189,6 +190,7 @@ def test_an_endless_function_is_ended_and_counted(reward):
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.slow
 def test_however_many_time_out_the_others_keep_their_score(reward):
     texts = ["sleep", "sleep", "sleep", "fine", "sleep"]
     result = reward("sleeps", timeout=0.2).score([rollout(text, row) for row, text in enumerate(texts)])

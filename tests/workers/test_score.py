@@ -168,6 +168,7 @@ def test_a_snapshot_refuses_a_part_of_the_weights(worker, folders):
         worker.install("policy_snapshot", sent, get=lambda bucket: bucket)
 
 
+@pytest.mark.slow
 def test_time_outs_are_counted_and_leave_their_sample_out(folders):
     """Case 18."""
     recipe = recipe_of(folders, [{"name": "r", "function": f"{SAMPLES}:hangs", "timeout": 0.5}])
