@@ -10,6 +10,8 @@ from conveyor.report.events import Event, EventLog
 from conveyor.report.page import write_report
 from conveyor.report.progress import MetricsLog
 
+pytestmark = pytest.mark.slow  # pictures
+
 
 @pytest.fixture
 def run(tmp_path):

@@ -22,6 +22,8 @@ from conveyor.rewards.functions import checked_scores
 from conveyor.rewards.scorer import call_arguments
 from conveyor.types import Prompt, Rollout, Scored
 
+pytestmark = pytest.mark.slow  # each function has a process of its own
+
 SAMPLES = Path(__file__).with_name("samples.py")
 
 
