@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,14 +29,11 @@ from torch import Tensor
 from conveyor.config import UserError, sections
 from conveyor.types import FinishReason, Prompt, Rollout, SampleId
 from conveyor.workers.reports import EvaluationAborted, InstallReport, Publication, SampleDone, Span, WorkerInfo
+from conveyor.workers.vllm_engine import repack_tied_head, set_environment, start_engine
 from conveyor.workers.weight_sync import checked, read
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, SamplingParams
-
-
-CPU_PREFILL_TOKENS = 2048
-"""Tokens of a step of an engine on CPU, unless one request may have more."""
+    from vllm import SamplingParams
 
 
 class RolloutError(RuntimeError):
@@ -93,7 +90,7 @@ class RolloutWorker:
             cores: core ids on CPU, shared out among the tensor-parallel ranks; None: GPU.
             max_model_len: longest prompt + response in tokens; default: the model's own limit.
         """
-        _set_environment(rollout, cores)
+        set_environment(rollout, cores)
         self._model, self._rollout, self._seed, self._cores = model, rollout, seed, cores
         self._max_model_len = max_model_len
         self._version = 0
@@ -201,7 +198,7 @@ class RolloutWorker:
 
     def _run(self) -> None:
         try:
-            self._engine, self._tokenizer = _start_engine(self._model, self._rollout, self._max_model_len)
+            self._engine, self._tokenizer = start_engine(self._model, self._rollout, self._max_model_len)
             self._ready.set_result(None)
             while not self._closing:
                 self._obey()
@@ -326,7 +323,7 @@ class RolloutWorker:
         mismatched: list[str] = []
         weights = checked(read(publication), publication.checksums, mismatched)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._engine.collective_rpc(_repack_tied_head)
+        self._engine.collective_rpc(repack_tied_head)
         # Running requests are preempted and start again with a prefill of all their tokens so far.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._version = publication.version
@@ -338,68 +335,6 @@ class RolloutWorker:
         return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), tuple(mismatched))
 
 
-def _repack_tied_head(worker: Any) -> None:
-    """vLLM's CPU layers compute with a packed copy of their weight, made anew when the weight is
-    reloaded. Nothing is ever loaded into an output layer that shares the embedding's weight, so
-    without this it would keep computing with the first version's."""
-    from vllm.platforms import current_platform
-
-    model = worker.get_model()
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    if current_platform.is_cpu() and tied and embedding is not None and head not in (None, embedding):
-        head.weight = embedding.weight
-        head.quant_method.process_weights_after_loading(head)
-
-
 def sample_seed(seed: int, group: int, sample: int) -> int:
     """Seed of one sample's generator, in [0, 2⁶³): the same whichever engine draws it, and when."""
     return xxhash.xxh3_64_intdigest(f"{seed} {group} {sample}".encode()) >> 1
-
-
-def _set_environment(rollout: sections.Rollout, cores: tuple[int, ...] | None) -> None:
-    """vLLM reads these when it is imported, so this comes before."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if cores is not None:
-        ranks = rollout.tensor_parallel_size
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(rollout.cpu_kv_cache_gib)
-        if rollout.enforce_eager is not False:
-            # Without graph capture vLLM still compiles one small sampling function: seconds for nothing.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores[rank::ranks])) for rank in range(ranks))
-
-
-def _start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len: int | None) -> tuple[LLMEngine, Any]:
-    from transformers import AutoTokenizer
-    from vllm import EngineArgs, LLMEngine
-    from vllm.platforms import current_platform
-
-    unknown = sorted(set(rollout.engine_args) - {field.name for field in fields(EngineArgs)})
-    if unknown:
-        raise UserError(f"rollout.engine_args.{unknown[0]}: vLLM's EngineArgs knows no such argument")
-    tokenizer = model.tokenizer or model.path
-    arguments: dict[str, Any] = dict(
-        model=model.path,
-        tokenizer=tokenizer,
-        dtype=rollout.dtype or model.dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=rollout.max_concurrent_requests,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=current_platform.is_cpu() if rollout.enforce_eager is None else rollout.enforce_eager,
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        # Log-probs of the distribution sampled from: after temperature, top_p, top_k.
-        logprobs_mode="processed_logprobs",
-        # With a step in flight, tokens of the old weights would arrive after an install.
-        async_scheduling=False,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    )
-    if current_platform.is_cpu():
-        # A request that is prefilled in parts sets its seeded generator back, which generators on CPU cannot do. All running
-        # requests are prefilled anew after an install.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(max_model_len or 0, CPU_PREFILL_TOKENS)
-    engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | rollout.engine_args)))
-    return engine, AutoTokenizer.from_pretrained(tokenizer)
