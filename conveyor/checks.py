@@ -90,8 +90,7 @@ def _check_lengths(recipe: OnlineRecipe) -> None:
 
 
 def _check_attention(recipe: OnlineRecipe) -> None:
-    sections_ = {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}
-    for key, model in sections_.items():
+    for key, model in {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}.items():
         if model is not None and model.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise UserError(f"{key}.attention: flash_attention_2 needs the package flash-attn and a GPU; use sdpa")
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -122,8 +123,8 @@ def compare(off: RunFolder, on: RunFolder, tolerance: float) -> Parity:
         metrics={name: _apart(rows_off, rows_on, name) for name in COMPARED if name in rows_off[0]},
         samples=len(samples[0]),
         samples_differing=sum(a != b for a, b in zip(*samples, strict=True)),
-        seconds_off=_median([row["time/step"] for row in rows_off]),
-        seconds_on=_median([row["time/step"] for row in rows_on]),
+        seconds_off=median([row["time/step"] for row in rows_off]),
+        seconds_on=median([row["time/step"] for row in rows_on]),
     )
 
 
@@ -151,10 +152,6 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 def _apart(one: list[dict[str, Any]], other: list[dict[str, Any]], name: str) -> float:
     return max(abs((a[name] or 0.0) - (b[name] or 0.0)) for a, b in zip(one, other, strict=True))
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────
