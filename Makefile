@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 LOCK := requirements/cpu.txt requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast bench lint smollm2
+.PHONY: help setup quickstart test test-fast bench learn lint smollm2
 
 help:
 	@echo "make setup       create $(VENV) with everything pinned (about 3 minutes, once)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test        all tests"
 	@echo "make test-fast   the tests that need neither Ray nor vLLM"
 	@echo "make bench       measure speed against what is to be reached (about 20 minutes; leave the machine alone meanwhile)"
+	@echo "make learn       six methods learn the quickstart's task, three seeds each (about 25 minutes; runs quickstart first if need be)"
 	@echo "make lint        ruff and mypy"
 	@echo "make smollm2     two GRPO steps of SmolLM2-135M on a CPU"
 
@@ -40,6 +41,9 @@ test-fast: $(STAMP)
 
 bench: $(STAMP)
 	@$(RUN) -m benchmarks
+
+learn: $(STAMP)
+	@$(RUN) -m benchmarks.learn
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -67,7 +67,8 @@ class Engine:
         self._finished.put_nowait(None)
         self._finished = asyncio.Queue()
 
-    async def submit(self, prompt: Prompt, n: int) -> None:
+    async def submit(self, prompt: Prompt, n: int, greedy: bool = False) -> None:
+        assert not greedy, "no recipe here has a greedy baseline"
         for sample in range(n):
             task = asyncio.get_running_loop().create_task(self._sample(prompt, sample))
             self._tasks.add(task)
@@ -124,7 +125,7 @@ class Rank:
         self._sleeps = sleeps
 
     @ray.method(concurrency_group="prepare")
-    def prepare(self, key: Any, rollouts: Sequence[Any], scores: Sequence[Any]) -> PrepareReport:
+    def prepare(self, key: Any, rollouts: Sequence[Any], scores: Sequence[Any], settings: Any) -> PrepareReport:
         start = time.time()
         samples, parts = fetch_rollouts(rollouts), fetch(scores)
         rewards = {name: values[0] for part in parts for name, values in part.rewards.items()}
@@ -138,7 +139,7 @@ class Rank:
             )
             for s in mine
         )
-        return PrepareReport(key, reports, None, Span(start, time.time()))
+        return PrepareReport(key, reports, Span(start, time.time()))
 
     def forward_backward(self, key: Any, shared: Any, last: bool) -> TrainReport:
         start = time.time()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,17 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
 from conveyor.config import OnlineRecipe, UserError, sections
+from conveyor.data.mixture import Mixture
 from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
-from conveyor.rewards.functions import check_columns, load_function
+from conveyor.episodes.functions import load_rollout_function
+from conveyor.rewards.functions import GIVEN, check_columns, load_function
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt
 from conveyor.workers.placement import SMALLEST_STORE_GIB, available, check_devices, default_devices
+
+Functions = dict[str, tuple[Callable[..., Any], dict[str, Any]]]
+"""Where the recipe names it → (reward function, its further arguments)."""
 
 
 def check_online(recipe: OnlineRecipe) -> PromptOrder:
@@ -27,24 +34,15 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     Raises:
         UserError: the first thing that is wrong.
     """
-    RunFolder.check(recipe)
-    for key, model in _models(recipe).items():
-        check_folder_or_hub_id(key, model.path)
-    functions = {
-        key: load_function(reward.function, key)
-        for reward in recipe.rewards
-        if reward.function is not None and (key := f"rewards.{reward.name}.function")
-    }
-    _check_attention(recipe)
-    _check_lengths(recipe)
-    check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
+    functions = _check_settings(recipe)
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.data, tokenizer)
-    held_out = load_held_out(recipe, tokenizer)
-    for key, function in functions.items():
-        check_columns(function, key, prompts[0].columns)
-        if held_out:
-            check_columns(function, f"{key}, for evaluate.path", held_out[0].columns)
+    _check_columns(recipe, functions, prompts)
+    _check_columns(recipe, functions, load_held_out(recipe, tokenizer), ", for evaluate.path")
+    if recipe.ptx is not None:
+        Mixture.read(recipe, tokenizer)
+    if recipe.method == "distillation":
+        _check_teacher(recipe, tokenizer)
     train = recipe.train
     order = PromptOrder(
         prompts, train.rollout_batch_size, epochs=train.epochs, steps=train.steps, shuffle=recipe.data.shuffle, seed=recipe.seed,
@@ -53,6 +51,64 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     if len(order) == 0:
         raise UserError("train.steps: nothing to do")
     return order
+
+
+def check_held_out(recipe: OnlineRecipe) -> list[Prompt]:
+    """What an evaluation without training needs; returns its prompts.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    functions = _check_settings(recipe)
+    held_out = load_held_out(recipe)
+    _check_columns(recipe, functions, held_out, ", for evaluate.path")
+    return held_out
+
+
+def _check_settings(recipe: OnlineRecipe) -> Functions:
+    """All that needs no data; returns the reward functions."""
+    RunFolder.check(recipe)
+    for key, model in _models(recipe).items():
+        check_folder_or_hub_id(key, model.path)
+    functions = _reward_functions(recipe)
+    _check_tokens(recipe)
+    _check_attention(recipe)
+    _check_lengths(recipe)
+    check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
+    return functions
+
+
+def _check_columns(recipe: OnlineRecipe, functions: Functions, prompts: list[Prompt], where: str = "") -> None:
+    """Functions take what these prompts have."""
+    if not prompts:
+        return
+    columns, turns = prompts[0].columns, recipe.rollout.multi_turn
+    if turns is not None:  # which may tell reward functions more columns, that only it knows
+        load_rollout_function(turns.function, f"rollout.multi_turn.function{where}", columns)
+        return
+    for key, (function, arguments) in functions.items():
+        check_columns(function, f"{key}{where}", columns, (*GIVEN, *arguments))
+
+
+def _reward_functions(recipe: OnlineRecipe) -> Functions:
+    return {
+        key: (load_function(reward.function, key, reward.arguments), reward.arguments)
+        for reward in recipe.rewards
+        if reward.function is not None and (key := f"rewards.{reward.name}.function")
+    }
+
+
+def _check_tokens(recipe: OnlineRecipe) -> None:
+    for reward in recipe.rewards:
+        if reward.token_variable is not None and not os.environ.get(reward.token_variable):
+            raise UserError(f"rewards.{reward.name}.token_variable: the environment has no {reward.token_variable}")
+
+
+def _check_teacher(recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The teacher reads the student's token ids, so it must have been trained with the same vocabulary."""
+    assert recipe.reference is not None
+    if load_tokenizer(recipe.reference).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"reference.path: the teacher {recipe.reference.path} has another vocabulary than {recipe.model.path}")
 
 
 def load_held_out(recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Prompt]:
@@ -106,14 +162,16 @@ def devices_per_worker(recipe: OnlineRecipe) -> dict[str, int]:
 
 
 def store_gib(recipe: OnlineRecipe) -> float:
-    """Object store for two versions of the weights of actor and critic snapshot, and half a GiB for the samples.
+    """Object store for two versions of the weights of actor and critic snapshot, one more that a reference is to take, and half a GiB
+    for the samples.
 
     A hub id's size is not known before it is loaded. Files may hold half the bytes of the trained weights.
     """
     published = ["actor", *(role for role in recipe.snapshot_roles if role == "critic_snapshot")]
     folder = Path(recipe.model.path).expanduser()
     files = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    return SMALLEST_STORE_GIB + len(published) * 2 * 2 * files / 2**30
+    versions = 2 * len(published) + (recipe.algorithm.reference_refresh is not None)
+    return SMALLEST_STORE_GIB + versions * 2 * files / 2**30
 
 
 def _models(recipe: OnlineRecipe) -> dict[str, sections.Model]:

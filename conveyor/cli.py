@@ -19,9 +19,11 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 
 MORE = {
+    "evaluate": ("conveyor.pipeline.evaluate", "sample held-out prompts from a model and judge the answers: rewards, pass@k"),
     "parity": ("conveyor.pipeline.parity", "run a recipe with overlap off and on and print the largest differences"),
     "plan": ("conveyor.plan.command", "predict step times and search a placement, from a run's events or from hardware"),
     "report": ("conveyor.report.command", "where a run's time went, and its timeline as a picture"),
+    "serve-reward": ("conveyor.rewards.serve", "answer with a reward model or function over HTTP, for recipes that name its url"),
 }
 """Command → (module with `add_arguments` and `run`, help)."""
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ MADE_BY_A_RUN = (
     "model",
     "critic",
     "rewards.log",
+    "evaluations.jsonl",
+    "held_out_samples.jsonl",
+    "evaluation.json",
 )
 HOLDS_RESULTS = ("samples.jsonl", "metrics.jsonl", "trace.json", "report.html", "model", "critic")
 """Names of `MADE_BY_A_RUN` that are kept from being replaced; a run that ended before its first step has none of them filled."""
@@ -51,6 +54,7 @@ class RunFolder:
         self.events = self.path / "events.jsonl"
         self.samples = self.path / "samples.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
+        self.held_out_samples = self.path / "held_out_samples.jsonl"
         self.trace = self.path / "trace.json"
         self.report = self.path / "report.html"
         self.checkpoints = self.path / "checkpoints"
@@ -222,6 +226,13 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line; complete or absent."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(aside, path)
+
+
 def write_untrained(checkpoint: Path, carried: Sequence[int], next_group: int) -> None:
     """Say in a checkpoint which groups had been admitted and not trained, and which comes next."""
     (checkpoint / "groups.json").write_text(json.dumps({"carried": list(carried), "next": next_group}), encoding="utf-8")
@@ -242,6 +253,31 @@ def read_untrained(checkpoint: Path) -> tuple[tuple[int, ...], int]:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise UserError(f"checkpoint.resume: {file} does not say which prompts are trained; resume from another checkpoint")
+
+
+def write_control(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Keep in a checkpoint what later steps' settings come from (`pipeline/control.py`)."""
+    (checkpoint / "control.json").write_text(json.dumps(state), encoding="utf-8")
+
+
+def read_control(checkpoint: Path) -> dict[str, Any] | None:
+    """What `write_control` kept; None: a checkpoint of a version that had no such settings.
+
+    Raises:
+        UserError: the file is not what was written.
+    """
+    file = checkpoint / "control.json"
+    if not file.exists():
+        return None
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(state, dict) and {"settings", "running"} <= state.keys():
+            return state
+    except (OSError, ValueError):
+        pass
+    raise UserError(
+        f"checkpoint.resume: {file} does not say how the KL coefficient and the rewards' scales stood; resume from another checkpoint"
+    )
 
 
 def _filled(path: Path) -> bool:

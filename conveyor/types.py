@@ -20,8 +20,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
-"""`stop`: the model ended by itself (EOS or a stop string). `length`: cut at the limit."""
+FinishReason = Literal["stop", "length", "turns", "time"]
+"""`stop`: the model, or the function that plays its turns, ended by itself (EOS or a stop string). `length`: cut at the limit of
+tokens. `turns`, `time`: of a sample of several turns, cut at the limit of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,22 @@ class Rollout:
     prompt: Prompt
     sample: int
     response_ids: Tensor
-    """int64 [R], R ≥ 1. Holds the EOS token if and only if the model emitted one."""
+    """int64 [R], R ≥ 1. Holds the EOS token if and only if the model emitted one. Of a sample of several turns: everything after the
+    prompt, the tokens of tools and environments among them."""
     logprobs: Tensor
-    """float32 [R]: behaviour log-probabilities, of the distribution sampled from."""
+    """float32 [R]: behaviour log-probabilities, of the distribution sampled from; 0 for tokens that were not sampled."""
     versions: Tensor
-    """int32 [R]: the policy version that sampled each token."""
+    """int32 [R]: the policy version that sampled each token; for others, the version of the turn before."""
     finish_reason: FinishReason
     text: str
     """The response as text, special tokens skipped."""
+    sampled: Tensor | None = None
+    """bool [R]: True for tokens that the policy sampled, False for those of tools and environments; None: it sampled all."""
+    turns: int = 1
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What the function that played the turns tells reward functions, beside (and before) the prompt's columns."""
+    failure: str | None = None
+    """Why the function that played the turns failed: the sample is left out of loss and baseline."""
 
     @property
     def id(self) -> SampleId:
@@ -79,8 +88,13 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Cut by max_response_length: its last token is not an end."""
-        return self.finish_reason == "length"
+        """Cut by a limit: its last token is not an end."""
+        return self.finish_reason != "stop"
+
+    @property
+    def sampled_mask(self) -> Tensor:
+        """bool [R]: True for tokens that the policy sampled."""
+        return torch.ones_like(self.response_ids, dtype=torch.bool) if self.sampled is None else self.sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +141,7 @@ class TrainBatch:
     prompt_lengths: Tensor
     """int64 [B]"""
     response_mask: Tensor
-    """bool [B, S]: True for response tokens that exist."""
+    """bool [B, S]: True for response tokens that the policy sampled. With tools' tokens between them it has holes."""
     loss_mask: Tensor
     """bool [B, S]: True for tokens that enter the loss (⊆ response_mask)."""
     rollout_logprobs: Tensor

@@ -1,9 +1,10 @@
 """Writes docs/recipes.md from the recipe's sections: `python docs/make_recipes_page.py`. A test says when it is out of date."""
 
 from pathlib import Path
+from typing import get_args
 
 from conveyor.config.describe import Key, keys
-from conveyor.config.recipe import METHODS
+from conveyor.config.recipe import METHODS, OfflineMethod, OnlineMethod
 
 PAGE = Path(__file__).with_name("recipes.md")
 HEAD = """# Every key of a recipe
@@ -32,14 +33,27 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def _named(methods: list[str]) -> str:
+    """The methods, in as few words as can be."""
+    online, offline = get_args(OnlineMethod), get_args(OfflineMethod)
+    if set(methods) == set(online):
+        return "methods that sample"
+    if set(methods) == set(offline):
+        return "offline methods"
+    return ", ".join(methods)
+
+
 def _line(name: str, by_method: dict[str, Key]) -> str:
     key = next(iter(by_method.values()))
-    only = "" if len(by_method) == len(METHODS) else f" *({', '.join(by_method)})*"
+    only = "" if len(by_method) == len(METHODS) else f" *({_named(list(by_method))})*"
     defaults: dict[str, list[str]] = {}
     for method, its in by_method.items():
         defaults.setdefault(its.default, []).append(method)
-    told = [f"`{value}`" if len(defaults) == 1 else f"`{value}` ({', '.join(methods)})" for value, methods in defaults.items()]
-    types = " | ".join(dict.fromkeys(its.type for its in by_method.values()))
+    usual = max(defaults, key=lambda value: len(defaults[value]))
+    others = [f"`{value}` ({', '.join(methods)})" for value, methods in defaults.items() if value != usual]
+    told = [f"`{usual}`", *others]
+    # The method's own names stand in its type.
+    types = "one of docs/methods.md" if name == "method" else " | ".join(dict.fromkeys(its.type for its in by_method.values()))
     cells = [f"`{name}`", types, "<br>".join(told), key.help + only]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -1,4 +1,4 @@
-"""Losses on sampled tokens: pure functions of tensors.
+"""Losses on sampled tokens, and what they are made of: pure functions of tensors.
 
 Every loss returns `(sum, metrics)`. The sum runs over tokens or over sequences and is never divided by
 their number: an update is made of many micro-batches on many ranks, and only whoever has seen all of them
@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from conveyor.algorithms.metrics import Max, Mean, Metrics
+from conveyor.algorithms.metrics import Mean, Metrics
+from conveyor.config.sections import Aggregation
 
-Aggregation = Literal["token_mean", "sequence_mean"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0
@@ -45,51 +45,16 @@ def bounded_exp(exponent: Tensor) -> Tensor:
 
 
 def aggregate(values: Tensor, mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """[B, S] → scalar. `token_mean`: sum over tokens; `sequence_mean`: sum over sequences of each one's mean over its tokens.
+    """[B, S] → scalar, still to be divided by the caller, who alone knows the whole update:
 
-    The caller divides by the number of tokens, or of sequences with at least one token in the loss.
+    `token_mean`: sum over tokens; by the number of tokens.
+    `sequence_mean`: sum over sequences of each one's mean over its tokens; by the number of sequences with a token in the loss.
+    `constant`: sum over tokens; by samples × max_response_length, so a token weighs the same in every update (Liu et al. 2025, Dr. GRPO).
     """
     values = values.masked_fill(~mask, 0)
-    if aggregation == "token_mean":
-        return values.sum()
-    return (values.sum(1) / mask.sum(1).clamp(min=1)).sum()
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    aggregation: Aggregation,
-    importance_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
-    """Clipped surrogate, −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A) with r = π/π_old (Schulman et al. 2017, eq. 7).
-
-    All tensors [B, S]. `importance_weights` (see the function of that name) multiply each token's loss.
-    Metrics: `loss/policy`; `clip_fraction`, the share of tokens whose gradient the clip has cut; `ratio/max`;
-    with weights `importance_weight/mean`.
-    """
-    logprobs, old_logprobs, advantages = _zero_masked(mask, logprobs, old_logprobs, advantages)
-    ratio = bounded_exp(logprobs - old_logprobs)
-    losses = -torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if importance_weights is not None:
-        (importance_weights,) = _zero_masked(mask, importance_weights)
-        losses = losses * importance_weights
-    loss = aggregate(losses, mask, aggregation)
-
-    clipped = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
-    metrics: Metrics = {
-        "loss/policy": _mean(loss, _count(mask, aggregation)),
-        "clip_fraction": _mean((clipped & mask).sum(), mask.sum()),
-    }
-    if mask.any():
-        metrics["ratio/max"] = Max(ratio.detach()[mask].max().item())
-    if importance_weights is not None:
-        metrics["importance_weight/mean"] = _mean(importance_weights.sum(), mask.sum())
-    return loss, metrics
+    if aggregation == "sequence_mean":
+        return (values.sum(1) / mask.sum(1).clamp(min=1)).sum()
+    return values.sum()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> tuple[Tensor, Metrics]:
@@ -98,7 +63,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     All tensors [B, S]. The clip follows PPO's reference implementation (Schulman et al. 2017; it is not in the paper).
     Metrics: `loss/value`; `value_clip_fraction`, the share of tokens whose gradient the clip has cut.
     """
-    values, old_values, returns = _zero_masked(mask, values, old_values, returns)
+    values, old_values, returns = zero_masked(mask, values, old_values, returns)
     squares = (values - returns).square()
     clipped = torch.zeros_like(mask)
     if clip is not None:
@@ -108,7 +73,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
         squares = torch.max(squares, kept_near_squares)
     loss = 0.5 * aggregate(squares, mask, "token_mean")
     tokens = mask.sum()
-    return loss, {"loss/value": _mean(loss, tokens), "value_clip_fraction": _mean((clipped & mask).sum(), tokens)}
+    return loss, {"loss/value": mean_of(loss, tokens), "value_clip_fraction": mean_of((clipped & mask).sum(), tokens)}
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -133,9 +98,9 @@ def kl_loss(
     Note the gradients: that of k2 is the gradient of KL(π ‖ π_ref) in expectation; that of k1 is 0 in expectation; that
     of k3 is the gradient of KL(π_ref ‖ π). Metrics: `kl`, the estimate's mean over tokens.
     """
-    logprobs, reference_logprobs = _zero_masked(mask, logprobs, reference_logprobs)
+    logprobs, reference_logprobs = zero_masked(mask, logprobs, reference_logprobs)
     estimates = kl_estimate(logprobs, reference_logprobs, estimator)
-    return aggregate(estimates, mask, aggregation), {"kl": _mean(estimates.masked_fill(~mask, 0).sum(), mask.sum())}
+    return aggregate(estimates, mask, aggregation), {"kl": mean_of(estimates.masked_fill(~mask, 0).sum(), mask.sum())}
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, aggregation: Aggregation) -> tuple[Tensor, Metrics]:
@@ -143,27 +108,19 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, aggregation: Aggregation) -> tu
 
     Metrics: `entropy`, the mean over tokens.
     """
-    (entropy,) = _zero_masked(mask, entropy)
-    return aggregate(entropy, mask, aggregation), {"entropy": _mean(entropy.sum(), mask.sum())}
+    (entropy,) = zero_masked(mask, entropy)
+    return aggregate(entropy, mask, aggregation), {"entropy": mean_of(entropy.sum(), mask.sum())}
 
 
-def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """min(exp(old − rollout log-prob), cap) per token, without gradient, 0 where masked. All tensors [B, S].
-
-    Corrects for tokens sampled by another policy than the one the ratio is taken against: an older version (staleness),
-    or the engine's arithmetic. Truncated importance sampling: bias in exchange for bounded variance (Ionides 2008).
-    """
-    old_logprobs, rollout_logprobs = _zero_masked(mask, old_logprobs.detach(), rollout_logprobs.detach())
-    return torch.exp(old_logprobs - rollout_logprobs).clamp(max=cap).masked_fill(~mask, 0)
-
-
-def _zero_masked(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
+def zero_masked(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """The tensors [B, S] with 0 at masked places: the first thing every loss does."""
     return [tensor.masked_fill(~mask, 0) for tensor in tensors]
 
 
-def _count(mask: Tensor, aggregation: Aggregation) -> Tensor:
-    return mask.sum() if aggregation == "token_mean" else mask.any(1).sum()
+def terms(mask: Tensor, aggregation: Aggregation) -> Tensor:
+    """How many things the metric of an aggregated loss is a mean over: tokens, or sequences with a token in the loss."""
+    return mask.any(1).sum() if aggregation == "sequence_mean" else mask.sum()
 
 
-def _mean(total: Tensor, count: Tensor) -> Mean:
+def mean_of(total: Tensor, count: Tensor) -> Mean:
     return Mean(total.item(), count.item())

@@ -38,9 +38,16 @@ class Moments:
     count: float
     total: float
     squares: float
+    unshifted: float = 0.0
+    """Sum of squares before `shifted`: how much of `squares` may be nothing but rounding."""
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares, self.unshifted + other.unshifted)
+
+    def shifted(self, by: float) -> Moments:
+        """Of the same values + `by`."""
+        squares = self.squares + 2 * by * self.total + self.count * by**2
+        return Moments(self.count, self.total + self.count * by, squares, max(self.unshifted, self.squares))
 
 
 Metrics = dict[str, Mean | Max]

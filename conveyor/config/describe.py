@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from conveyor.config.recipe import METHOD_DEFAULTS, OfflineRecipe, OnlineRecipe
+from conveyor.config.presets import METHOD_DEFAULTS
+from conveyor.config.recipe import OfflineRecipe, OnlineRecipe
 
 
 @dataclass(frozen=True, slots=True)

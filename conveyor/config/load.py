@@ -10,7 +10,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from conveyor.config.recipe import METHOD_DEFAULTS, METHODS, RECIPE, OfflineRecipe, OnlineRecipe
+from conveyor.config.presets import METHOD_DEFAULTS
+from conveyor.config.recipe import METHODS, RECIPE, OfflineRecipe, OnlineRecipe
+from conveyor.config.rules import broken_rules
 
 
 class UserError(Exception):
@@ -56,12 +58,15 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> On
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> OnlineRecipe | OfflineRecipe:
     """Check a recipe given as a plain mapping (see `load_recipe`)."""
     method = raw.get("method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"{source}: method: {'missing' if method is None else repr(method)}; one of {', '.join(METHODS)}")
     try:
-        return RECIPE.validate_python(_merge(METHOD_DEFAULTS.get(method, {}), raw))
+        recipe = RECIPE.validate_python(_merge(METHOD_DEFAULTS.get(method, {}), raw))
     except ValidationError as error:
         raise UserError(f"{source}: {_one_line(error, method)}") from None
+    for key, reason in broken_rules(recipe) if isinstance(recipe, OnlineRecipe) else ():
+        raise UserError(f"{source}: {key}: {reason}")
+    return recipe
 
 
 def _one_line(error: ValidationError, method: str) -> str:

@@ -1,24 +1,23 @@
-"""A recipe: the sections, tied together by `method`, and the rules that span sections."""
+"""A recipe: the sections, tied together by `method`, and what follows from them. The rules between them are in `rules.py`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter
 
 from conveyor.config import sections
 from conveyor.config.sections import Section
 
-GROUP_ESTIMATORS = ("group_norm", "dr_grpo", "rloo")
-
-METHOD_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "ppo": {},
-    "grpo": {
-        "algorithm": {"advantage_estimator": "group_norm", "kl_in": "loss", "kl_estimator": "k3"},
-        "rollout": {"n_samples_per_prompt": 8},
-    },
-}
-"""What a method's name sets before the recipe's own keys are laid over it."""
+GROUP_ESTIMATORS = ("group_norm", "dr_grpo", "rloo", "opo", "best_worst")
+"""One advantage a sample, from the outcomes of its group."""
+RETURN_ESTIMATORS = ("reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax")
+"""Advantages by token: the return from there on, less a baseline of the sample."""
+OnlineMethod = Literal[
+    "ppo", "grpo", "dr_grpo", "rloo", "opo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo",
+    "distillation", "online_dpo",
+]  # fmt: skip
+OfflineMethod = Literal["sft", "reward_model"]
 
 
 class Common(Section):
@@ -39,21 +38,26 @@ class Common(Section):
 class OfflineRecipe(Common):
     """Methods that learn from a fixed dataset."""
 
-    method: Literal["sft", "reward_model"]
+    method: OfflineMethod
 
 
 class OnlineRecipe(Common):
     """Methods that sample: rollout → score → train."""
 
-    method: Literal["ppo", "grpo"]
-    reference: sections.Model | None = Field(None, description="default: model")
+    method: OnlineMethod
+    reference: sections.Model | None = Field(None, description="default: model; of distillation the teacher")
     critic: sections.Model | None = Field(None, description="sequence classifier the critic starts from; default: model with a new head")
-    rewards: tuple[sections.Reward, ...] = Field(min_length=1, description="summed with their weights")
-    roles: dict[str, str] = Field({}, description="role → device group; roles: rollout, actor, critic, reference, reward names, score")
+    rewards: tuple[sections.Reward, ...] = Field((), description="summed with their weights")
+    roles: dict[str, str] = Field(
+        {}, description="role → device group; roles: rollout, actor, critic, reference, names of reward models, score"
+    )
     rollout: sections.Rollout = sections.Rollout()
     algorithm: sections.Algorithm = sections.Algorithm()
+    ptx: sections.Ptx | None = Field(None, description="a supervised loss mixed into every update (PPO-ptx)")
     pipeline: sections.Pipeline = sections.Pipeline()
     evaluate: sections.Evaluate | None = Field(None, description="held-out prompts, sampled and scored during training")
+
+    # ── what takes part ──────────────────────────────────────────────────────────────────────────
 
     @property
     def uses_critic(self) -> bool:
@@ -61,27 +65,63 @@ class OnlineRecipe(Common):
 
     @property
     def uses_reference(self) -> bool:
-        return self.algorithm.kl_coef > 0
+        return self.algorithm.kl_coef > 0 or self.algorithm.policy_loss == "dpo"
+
+    @property
+    def judged_rewards(self) -> tuple[sections.Reward, ...]:
+        """Functions and urls: scored sample by sample, on no device."""
+        return tuple(reward for reward in self.rewards if reward.judged)
+
+    @property
+    def model_rewards(self) -> tuple[sections.Reward, ...]:
+        return tuple(reward for reward in self.rewards if not reward.judged)
+
+    # ── sizes ────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Each group has one more sample, of likeliest tokens, which is scored and not trained (ReMax)."""
+        return self.algorithm.advantage_estimator == "remax"
+
+    @property
+    def samples_per_group(self) -> int:
+        return self.rollout.n_samples_per_prompt + self.greedy_baseline
 
     @property
     def samples_per_step(self) -> int:
-        return self.train.rollout_batch_size * self.rollout.n_samples_per_prompt
+        return self.train.rollout_batch_size * self.samples_per_group
 
     @property
     def samples_per_update(self) -> int:
-        return self.train.train_batch_size or self.samples_per_step
+        """Greedy baselines included, which `train.train_batch_size` does not count."""
+        given, n = self.train.train_batch_size, self.rollout.n_samples_per_prompt
+        return self.samples_per_step if given is None else given // n * self.samples_per_group
+
+    # ── what waits for what ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def needs_group(self) -> bool:
+        """Advantages compare the samples of a group."""
+        return self.algorithm.advantage_estimator in (*GROUP_ESTIMATORS, "reinforce_pp_baseline", "remax")
+
+    @property
+    def needs_barrier(self) -> bool:
+        """Advantages need the whole update before any of it is trained."""
+        return self.algorithm.normalize == "update" or any(reward.normalize == "batch" for reward in self.rewards)
 
     @property
     def uses_snapshots(self) -> bool:
         """Old log-probs and values come from snapshots when the trainer's own weights may have
         moved on before a micro-batch arrives, or are needed before its own pass over it."""
         several_updates = self.samples_per_update < self.samples_per_step or self.algorithm.update_epochs > 1
-        return several_updates or self.needs_barrier or self.critic_apart
+        return (several_updates and self._needs_old_policy) or (
+            self.uses_critic and (several_updates or self.needs_barrier or self.critic_apart)
+        )
 
     @property
-    def needs_barrier(self) -> bool:
-        """Advantages need the whole update before any of it is trained."""
-        return self.algorithm.normalize == "update"
+    def _needs_old_policy(self) -> bool:
+        """Losses without a ratio need no old log-probs, but the weights against another sampling policy do."""
+        return self.algorithm.policy_loss not in ("policy_gradient", "dpo") or self.importance_cap is not None
 
     @property
     def critic_apart(self) -> bool:
@@ -102,7 +142,7 @@ class OnlineRecipe(Common):
     def score_roles(self) -> tuple[str, ...]:
         """Frozen roles of the score stage, in a fixed order."""
         reference = ("reference",) if self.uses_reference else ()
-        return reference + tuple(reward.name for reward in self.rewards)
+        return reference + tuple(reward.name for reward in self.model_rewards)
 
     @property
     def snapshot_roles(self) -> tuple[str, ...]:
@@ -126,93 +166,7 @@ class OnlineRecipe(Common):
         trained = ("actor", "critic") if self.uses_critic else ("actor",)
         return ("rollout", *self.score_roles, *self.snapshot_roles, *trained)
 
-    @model_validator(mode="after")
-    def _rules(self) -> OnlineRecipe:
-        for key, message in broken_rules(self):
-            raise ValueError(f"{key}: {message}")
-        return self
-
-
-def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
-    """(key, reason) for every rule between sections that the recipe breaks."""
-    found: list[tuple[str, str]] = []
-    algorithm, rollout, train, pipeline = recipe.algorithm, recipe.rollout, recipe.train, recipe.pipeline
-    n = rollout.n_samples_per_prompt
-    if algorithm.advantage_estimator in GROUP_ESTIMATORS and n == 1:
-        found.append(
-            ("rollout.n_samples_per_prompt", f"{algorithm.advantage_estimator} compares the samples of a group, so it needs 2 or more")
-        )
-    if rollout.top_p < 1 or rollout.top_k not in (-1, 0):
-        key = "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k"
-        found.append(
-            (
-                key,
-                "samples would come from a truncated distribution, but the trainer computes log-probs of the full one; use 1.0 and -1",
-            )
-        )
-    if recipe.samples_per_update % n:
-        found.append(("train.train_batch_size", f"must be a multiple of rollout.n_samples_per_prompt ({n}), so that groups stay whole"))
-    if recipe.samples_per_update > recipe.samples_per_step:
-        found.append(
-            ("train.train_batch_size", f"{recipe.samples_per_update} samples are more than a step has ({recipe.samples_per_step})")
-        )
-    if recipe.samples_per_step % recipe.samples_per_update:
-        found.append(("train.train_batch_size", f"must divide the {recipe.samples_per_step} samples of a step"))
-    if n > rollout.max_concurrent_requests:
-        found.append(("rollout.max_concurrent_requests", f"a group of {n} samples does not fit"))
-    if train.offload_optimizer and train.zero_stage == 0:
-        found.append(("train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"))
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1" and algorithm.kl_coef > 0:
-        found.append(("algorithm.kl_estimator", "in the reward only k1 has the right gradient in expectation; use k1, or kl_in: loss"))
-    if algorithm.normalize == "streaming_exact":
-        if recipe.samples_per_update < recipe.samples_per_step or algorithm.update_epochs > 1:
-            found.append(("algorithm.normalize", "streaming_exact is exact at ratio 1, so with one update a step only; use update"))
-        if train.zero_stage == 3:
-            found.append(("algorithm.normalize", "streaming_exact keeps a full gradient on every rank; with zero_stage 3 use update"))
-    for reward in recipe.rewards:
-        if (reward.model is None) == (reward.function is None):
-            found.append((f"rewards.{reward.name}", "give exactly one of model and function"))
-    names = [reward.name for reward in recipe.rewards]
-    for name in sorted(set(names)):
-        if names.count(name) > 1:
-            found.append(("rewards", f"two rewards are named {name}"))
-        if name in ("reference", "actor", "critic", "rollout", "score", "policy_snapshot", "critic_snapshot", "mean", "timeouts", "errors"):
-            found.append(("rewards", f"{name} is the name of a role or metric, choose another"))
-    known = {*recipe.placed_roles, "score", "reference", "policy_snapshot", "critic_snapshot", "critic"}
-    for role, group in recipe.roles.items():
-        if role not in known:
-            found.append((f"roles.{role}", f"no such role; the recipe has {', '.join(sorted(known))}"))
-        elif recipe.devices is not None and group not in recipe.devices:
-            found.append((f"roles.{role}", f"no device group {group}; devices has {', '.join(recipe.devices)}"))
-    if recipe.devices is not None:
-        for role in recipe.placed_roles:
-            if recipe.role_group(role) not in recipe.devices:
-                found.append(("devices", _unplaced(recipe, role)))
-        used = {recipe.role_group(role) for role in recipe.placed_roles}
-        found += [(f"devices.{group}", "no role is placed on this group") for group in recipe.devices if group not in used]
-    if recipe.data.eval_path is not None:
-        found.append(("data.eval_path", f"{recipe.method} evaluates by sampling: name the held-out prompts in evaluate.path"))
-    if recipe.evaluate is not None:
-        if recipe.evaluate.in_bubbles and recipe.beside_rollout:
-            found.append(("evaluate.in_bubbles", f"rollout shares its devices with {recipe.beside_rollout[0]}, so there are no bubbles"))
-        if recipe.evaluate.n_samples_per_prompt > rollout.max_concurrent_requests:
-            found.append(
-                ("evaluate.n_samples_per_prompt", f"more than rollout.max_concurrent_requests ({rollout.max_concurrent_requests})")
-            )
-    if pipeline.micro_batch_size > recipe.samples_per_update:
-        found.append(("pipeline.micro_batch_size", f"larger than an update ({recipe.samples_per_update} samples)"))
-    return found
-
-
-def _unplaced(recipe: OnlineRecipe, role: str) -> str:
-    """No group for a role, and the setting that would give it one."""
-    assert recipe.devices is not None
-    groups = list(recipe.devices)
-    key = "score" if role in (*recipe.score_roles, *recipe.snapshot_roles) and role not in recipe.roles else role
-    group = "train" if "train" in groups else groups[-1] if groups else "GROUP"
-    return f"role {role} is on {recipe.role_group(role)}, which devices has not ({', '.join(groups)}); place it: roles: {{{key}: {group}}}"
-
 
 Recipe = Annotated[OnlineRecipe | OfflineRecipe, Field(discriminator="method")]
 RECIPE: TypeAdapter[OnlineRecipe | OfflineRecipe] = TypeAdapter(Recipe)
-METHODS = ("sft", "reward_model", "ppo", "grpo")
+METHODS = (*get_args(OfflineMethod), *get_args(OnlineMethod))

@@ -56,6 +56,15 @@ class Data(Section):
     train_on: Literal["completion", "all"] = Field("completion", description="SFT: tokens that enter the loss")
 
 
+class MultiTurn(Section):
+    function: str = Field(description="path.py:function or package.module:function: async def rollout(prompt, generate, **columns)")
+    max_turns: PositiveInt = Field(8, description="calls of generate in one sample; one more ends the sample as cut")
+    timeout: PositiveFloat = Field(300.0, description="seconds for one sample, after which it ends with what it has, as cut")
+    on_error: Literal["stop", "skip"] = Field(
+        "stop", description="a function that raises: end the run naming the row, or leave the sample out"
+    )
+
+
 class Rollout(Section):
     n_samples_per_prompt: PositiveInt = Field(1, description="samples of one prompt: the size of a group")
     max_response_length: PositiveInt = Field(256, description="longest response in tokens")
@@ -65,6 +74,14 @@ class Rollout(Section):
     )
     top_k: Whole = Field(-1, ge=-1, description="-1: off; training needs -1: the trainer computes log-probs of the whole distribution")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="strings that end a response beside EOS")
+    multi_turn: MultiTurn | None = Field(None, description="a function that plays a sample's turns: tools, games, environments")
+    dynamic_sampling: Flag = Field(
+        False,
+        description="leave out groups whose rewards (functions and urls) are all equal, and sample the next prompts in their place (DAPO)",
+    )
+    dynamic_sampling_limit: Number = Field(
+        3.0, ge=1, description="a step samples at most so many times rollout_batch_size prompts; then groups with equal rewards stay in"
+    )
     max_concurrent_requests: PositiveInt = Field(64, description="samples in one engine at a time")
     tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine")
     gpu_memory_utilization: Number = Field(0.85, gt=0, le=1, description="share of the GPU for one engine")
@@ -75,30 +92,66 @@ class Rollout(Section):
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed through")
 
 
+AdvantageEstimator = Literal[
+    "gae", "group_norm", "dr_grpo", "rloo", "opo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "best_worst"
+]
+PolicyLoss = Literal["ppo_clip", "gspo", "cispo", "policy_gradient", "dpo"]
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+ImportanceCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
 class Algorithm(Section):
-    advantage_estimator: Literal["gae", "group_norm", "dr_grpo", "rloo"] = Field("gae", description="how advantages are made")
-    gamma: Number = Field(1.0, ge=0, le=1, description="discount, GAE")
+    advantage_estimator: AdvantageEstimator = Field("gae", description="how advantages are made; docs/methods.md has the formulas")
+    gamma: Number = Field(1.0, ge=0, le=1, description="discount, of the estimators that go by token: gae, reinforce…, remax")
     lam: Number = Field(0.95, ge=0, le=1, description="λ, GAE")
-    normalize: Literal["none", "update", "streaming_exact"] = Field(
+    normalize: Literal["none", "group", "update", "streaming_exact"] = Field(
         "none",
-        description="whiten advantages over the update: `update` waits for all of it; `streaming_exact` gives the same gradient without "
-        "waiting, for a second backward pass and one more full gradient in float32 (a third and two with kl_in: loss or entropy_coef)",
+        description="whiten advantages over the group or the update: `update` waits for all of it; `streaming_exact` gives the same "
+        "gradient without waiting, for a second backward pass and one more full gradient in float32 (a third and two with kl_in: loss "
+        "or entropy_coef)",
     )
-    clip_ratio: Number = Field(0.2, gt=0, description="PPO clip ε")
+    policy_loss: PolicyLoss = Field("ppo_clip", description="what advantages are multiplied with; docs/methods.md has the formulas")
+    clip_ratio: Number = Field(0.2, gt=0, description="clip ε of the ratio; the lower one when clip_ratio_high is given")
     clip_ratio_high: Number | None = Field(None, gt=0, description="upper ε when it differs (clip-higher)")
+    dual_clip: Number | None = Field(None, gt=1, description="ppo_clip: bound c on the loss of negative advantages, c·|A|; null: off")
     value_clip: Number | None = Field(0.2, gt=0, description="clip of the value change; null: off")
     value_coef: Number = Field(0.5, ge=0, description="weight of the value loss (it has ½ of the squared error inside)")
     kl_coef: Number = Field(0.05, ge=0, description="β of the KL to the reference; 0: no reference is loaded")
     kl_in: Literal["reward", "loss"] = Field("reward", description="KL as a penalty in the token reward, or as a loss term")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Schulman's estimators of the KL")
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="denominator of the policy loss")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="Schulman's estimators; in the reward only k1 has the KL's gradient in expectation, in the loss only k2"
+    )
+    kl_target: PositiveFloat | None = Field(None, description="adaptive controller: kl_coef moves until the metric kl (per token) is this")
+    kl_horizon: PositiveFloat = Field(10_000.0, description="adaptive controller: samples over which kl_coef moves by its factor")
+    reference_refresh: PositiveInt | None = Field(
+        None, description="steps after which the reference becomes the policy anew; default: never"
+    )
+    loss_aggregation: Aggregation = Field(
+        "token_mean", description="denominator of the policy loss; constant: samples × max_response_length (Dr. GRPO)"
+    )
     entropy_coef: Number = Field(0.0, ge=0, description="entropy bonus")
     update_epochs: PositiveInt = Field(1, description="passes over a step's samples")
     mask_truncated: Flag = Field(False, description="leave samples cut at max_response_length out of the loss")
     missing_eos_penalty: Number = Field(0.0, ge=0, description="taken from the reward of a truncated sample")
-    importance_cap: Number | None = Field(
-        None, gt=0, description="C of the truncated weight exp(old − rollout log-prob); default: off at staleness 0, 2.0 above"
+    overlong_buffer: PositiveInt | None = Field(
+        None, description="soft penalty (DAPO): grows linearly over the last so many tokens before max_response_length"
     )
+    overlong_penalty: Number = Field(1.0, ge=0, description="the soft penalty of a response of max_response_length")
+    importance_correction: ImportanceCorrection = Field(
+        "token_truncate",
+        description="for the policy that sampled not being the one the ratio is against (staleness, the engine's rounding): "
+        "weights exp(old − rollout log-prob) by token or of the whole sequence, cut at importance_cap or, beyond it, 0",
+    )
+    importance_cap: Number | None = Field(None, gt=0, description="C of importance_correction; default: off at staleness 0, 2.0 above")
+    dpo_beta: PositiveFloat = Field(0.1, description="β of policy_loss dpo")
+    dpo_loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="loss of a pair, policy_loss dpo")
+
+
+class Ptx(Section):
+    path: str = Field(description="demonstrations or texts, as sft takes them, mixed into every update (PPO-ptx)")
+    split: str = Field("train", description="split of a hub dataset")
+    coef: PositiveFloat = Field(1.0, description="weight of the mixed-in loss, a mean over its tokens")
+    batch_size: PositiveInt = Field(8, description="rows in an update; a set that is used up starts again")
 
 
 class Train(Section):
@@ -109,6 +162,7 @@ class Train(Section):
     epochs: PositiveInt = Field(1, description="passes over the dataset")
     learning_rate: PositiveFloat = Field(1e-6, description="peak learning rate of the model")
     critic_learning_rate: PositiveFloat | None = Field(None, description="default: learning_rate")
+    critic_warmup_steps: Whole = Field(0, ge=0, description="first steps in which the critic is trained and the actor is not")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
     warmup_ratio: Number = Field(0.0, ge=0, le=1, description="share of the updates with a rising learning rate")
     weight_decay: Number = Field(0.0, ge=0, description="AdamW weight decay")
@@ -132,12 +186,31 @@ class Pipeline(Section):
 
 
 class Reward(Section):
-    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", description="metric reward/NAME and role name")
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", description="metric reward/NAME; of a model also the role's name")
     model: str | None = Field(None, description="folder or hub id of a sequence classifier with one label")
-    function: str | None = Field(None, description="path.py:function or package.module:function")
+    function: str | None = Field(
+        None, description="path.py:function or package.module:function; docs/rewards.md lists those that come along"
+    )
+    url: str | None = Field(None, description="address of a reward server, such as conveyor serve-reward; http:// or https://")
+    arguments: dict[str, Any] = Field({}, description="further keyword arguments of every call of the function")
     weight: Number = Field(1.0, description="weight in the total")
-    timeout: PositiveFloat = Field(60.0, description="seconds for one call of a function, after which its samples count as None")
+    normalize: Literal["none", "running", "batch"] = Field(
+        "none", description="(r − mean) / std: of all earlier steps' samples, or of the update's (which waits for all of them)"
+    )
+    clip: PositiveFloat | None = Field(None, description="bound of the reward's size, after normalising; null: off")
+    timeout: PositiveFloat = Field(
+        60.0, description="seconds for one call, after which a function's samples count as None and a url is asked again"
+    )
     on_error: Literal["stop", "skip"] = Field("stop", description="a function that raises: end the run naming the row, or score None")
+    workers: PositiveInt = Field(1, description="processes of a function, or requests to a url, that work at a time")
+    batch_size: PositiveInt = Field(64, description="most samples in one call: those that wait when a worker is free")
+    token_variable: str | None = Field(None, description="environment variable with the url's bearer token")
+    outage: PositiveFloat = Field(3600.0, description="seconds a url may fail to answer; the run waits, then ends")
+
+    @property
+    def judged(self) -> bool:
+        """Scored sample by sample beside the devices: a function or a url, not a model of the score stage."""
+        return self.model is None
 
 
 class Evaluate(Section):
@@ -145,7 +218,10 @@ class Evaluate(Section):
     every: PositiveInt = Field(1, description="steps from one evaluation to the next; the first is before training, the last at its end")
     n_samples_per_prompt: PositiveInt = Field(1, description="samples of one prompt")
     temperature: PositiveFloat | None = Field(None, description="default: rollout.temperature")
-    greedy: Flag = Field(False, description="take the likeliest token instead of sampling")
+    greedy: Flag = Field(False, description="beside the samples, one answer of likeliest tokens a prompt: eval/greedy/…")
+    pass_at: tuple[PositiveInt, ...] = Field((1,), description="k of eval/pass@k: the chance that one of k samples is right")
+    success_reward: str | None = Field(None, description="reward that says what is right; default: the weighted sum of all")
+    success_threshold: Number = Field(1.0, description="a sample whose success_reward is at least this is right")
     max_prompts: PositiveInt | None = Field(None, description="use the first so many; default: all")
     in_bubbles: Flag | None = Field(
         None,

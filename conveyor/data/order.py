@@ -46,6 +46,11 @@ class EpochOrder:
         epoch, within = divmod(step, self.steps_per_epoch)
         return epoch * self.items_per_epoch + within * self.batch_size
 
+    def item(self, index: int) -> int:
+        """The item at a place of the run's order, also beyond the run's last step."""
+        epoch, within = divmod(index, self.items_per_epoch)
+        return int(self._permutation(epoch)[within])
+
     def items(self, step: int) -> list[int]:
         """Which items (0 … size − 1) a step takes, in order."""
         if not 0 <= step < len(self):

@@ -113,6 +113,10 @@ class PromptOrder:
         """Steps of the run."""
         return len(self.order)
 
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of a group, also beyond the run's last step: dynamic sampling goes on there."""
+        return replace(self._prompts[self.order.item(index)], index=index)
+
     def __getitem__(self, step: int) -> tuple[Prompt, ...]:
         first = self.order.first_index(step)
         return tuple(replace(self._prompts[item], index=first + k) for k, item in enumerate(self.order.items(step)))

@@ -13,8 +13,9 @@ from conveyor.data.samples import Draft, Sample, TextDraft, conversation, draft,
 log = logging.getLogger(__name__)
 
 
-def load_sft(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None) -> list[Sample]:
-    """The samples of `data.path` (or of `path`, in the same form), each of `data.max_length` tokens at most.
+def load_sft(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None, key: str | None = None) -> list[Sample]:
+    """The samples of `data.path` (or of `path`, in the same form, which the recipe names in `key`), each of
+    `data.max_length` tokens at most.
 
     | row | learnt with `train_on: completion` |
     |---|---|
@@ -27,7 +28,7 @@ def load_sft(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: s
     """
     source = path or data.path
     bad, too_long, samples = BadRows(data.on_bad_row), 0, list[Sample]()
-    for rows in chunks(read_rows(source, data.split, bad, "data.eval_path" if path else "data.path")):
+    for rows in chunks(read_rows(source, data.split, bad, key or ("data.eval_path" if path else "data.path"))):
         drafts: list[tuple[Row, Draft]] = []
         for row in rows:
             try:

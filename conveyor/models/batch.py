@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from conveyor.algorithms.advantages import kl_penalty, place_rewards
 from conveyor.algorithms.losses import kl_estimate
-from conveyor.config import RunError, sections
+from conveyor.algorithms.scores import sample_score
+from conveyor.config import OnlineRecipe, RunError, sections
 from conveyor.models.joining import join
 from conveyor.types import PartialScores, Rollout, Scored, TrainBatch
-from conveyor.workers.reports import SampleReport
+from conveyor.workers.reports import SampleReport, StepSettings
 
 
 def merge_scores(rollouts: Sequence[Rollout], parts: Sequence[PartialScores]) -> list[Scored]:
@@ -33,64 +34,75 @@ def merge_scores(rollouts: Sequence[Rollout], parts: Sequence[PartialScores]) ->
     ]
 
 
-def sample_score(sample: Scored, weights: Mapping[str, float], missing_eos_penalty: float) -> float | None:
-    """Weighted sum of the rewards that apply, less the penalty where the response was cut; None if no reward applies."""
-    known = [weights[name] * reward for name, reward in sample.rewards.items() if reward is not None]
-    if not known:
+def score_of(sample: Scored, recipe: OnlineRecipe, settings: StepSettings) -> float | None:
+    """The sample's score (`algorithms.scores.sample_score`); None also where the function that played its turns failed.
+
+    Raises:
+        RunError: it is beyond float32; names the row.
+    """
+    rollout = sample.rollout
+    if rollout.failure is not None:
         return None
-    total = sum(known) - (missing_eos_penalty if sample.rollout.truncated else 0.0)
-    if abs(total) > torch.finfo(torch.float32).max:
-        raise RunError(f"row {sample.rollout.prompt.row + 1} of the data: the weighted sum of its rewards, {total:.3g}, is beyond float32")
+    total = sample_score(
+        sample.rewards, recipe.rewards, settings.scales, truncated=rollout.truncated, length=int(rollout.sampled_mask.sum()),
+        algorithm=recipe.algorithm, max_response_length=recipe.rollout.max_response_length,
+    )  # fmt: skip
+    if total is not None and abs(total) > torch.finfo(torch.float32).max:
+        raise RunError(f"row {rollout.prompt.row + 1} of the data: the weighted sum of its rewards, {total:.3g}, is beyond float32")
     return total
 
 
-def sampling_logprobs(sample: Scored, on_policy: bool) -> Tensor:
+def sampling_logprobs(sample: Scored, recipe: OnlineRecipe) -> Tensor:
     """float32 [R]: of the policy that sampled. On-policy the snapshot is that policy, and knows them by the trainer's arithmetic."""
+    on_policy = recipe.pipeline.max_staleness == 0
     return sample.old_logprobs if on_policy and sample.old_logprobs is not None else sample.rollout.logprobs
 
 
-def sample_report(sample: Scored, weights: Mapping[str, float], algorithm: sections.Algorithm, on_policy: bool = True) -> SampleReport:
-    """The numbers of a sample that baselines, denominators and metrics are made from. `on_policy`: see `sampling_logprobs`."""
-    rollout = sample.rollout
-    score = sample_score(sample, weights, algorithm.missing_eos_penalty)
-    kl = None
+def sample_report(sample: Scored, recipe: OnlineRecipe, settings: StepSettings) -> SampleReport:
+    """The numbers of a sample that baselines, denominators and metrics are made from."""
+    rollout, algorithm = sample.rollout, recipe.algorithm
+    sampled = rollout.sampled_mask
+    tokens = int(sampled.sum())
+    score = score_of(sample, recipe, settings)
+    kl, penalty = None, 0.0
     if sample.reference_logprobs is not None:
-        kl = float(kl_estimate(sampling_logprobs(sample, on_policy), sample.reference_logprobs, "k1").sum())
-    outcome = score
-    if score is not None and kl is not None and algorithm.kl_in == "reward":
-        outcome = score - algorithm.kl_coef * kl
+        logprobs, reference = sampling_logprobs(sample, recipe)[sampled], sample.reference_logprobs[sampled]
+        kl = float(kl_estimate(logprobs, reference, "k1").sum())
+        if algorithm.kl_in == "reward":
+            penalty = settings.kl_coef * float(kl_estimate(logprobs, reference, algorithm.kl_estimator).sum())
+    baseline = is_baseline(rollout, recipe)
     return SampleReport(
         id=rollout.id,
         rewards=sample.rewards,
         score=score,
-        outcome=outcome,
+        outcome=None if score is None else score - penalty,
         kl=kl,
-        response_length=len(rollout.response_ids),
-        loss_tokens=len(rollout.response_ids) if _in_loss(sample, score, algorithm) else 0,
+        response_length=tokens,
+        loss_tokens=tokens if _in_loss(sample, score, algorithm) and not baseline else 0,
         truncated=rollout.truncated,
         oldest_version=int(rollout.versions.min()),
-        version_sum=int(rollout.versions.sum()),
+        version_sum=int(rollout.versions[sampled].sum()),
+        kl_penalty=penalty,
+        baseline=baseline,
+        turns=rollout.turns,
     )
 
 
-def make_train_batch(
-    samples: Sequence[Scored], weights: Mapping[str, float], algorithm: sections.Algorithm, on_policy: bool = True
-) -> TrainBatch:
+def is_baseline(rollout: Rollout, recipe: OnlineRecipe) -> bool:
+    """Whether it is the greedy sample of its group."""
+    return recipe.greedy_baseline and rollout.sample == recipe.rollout.n_samples_per_prompt
+
+
+def make_train_batch(samples: Sequence[Scored], recipe: OnlineRecipe, settings: StepSettings) -> TrainBatch:
     """The samples in one padded batch.
 
     A sample's score stands on its last response token; with `kl_in: reward` every token pays
-    −kl_coef · (log π − log π_ref). Samples without a score, and cut ones if `mask_truncated`, are left out of the loss.
+    for its KL. Samples without a score, and cut ones if `mask_truncated`, are left out of the loss.
     """
     joined = join([sample.rollout for sample in samples])
     mask = joined.response_mask
-    scores = [sample_score(sample, weights, algorithm.missing_eos_penalty) for sample in samples]
-    in_loss = torch.tensor([_in_loss(sample, score, algorithm) for sample, score in zip(samples, scores, strict=True)])
-    token_rewards = place_rewards(torch.tensor([score or 0.0 for score in scores]), mask)
-    reference = _padded([sample.reference_logprobs for sample in samples])
-    if reference is not None and algorithm.kl_in == "reward":
-        sampling = _padded([sampling_logprobs(sample, on_policy) for sample in samples])
-        assert sampling is not None
-        token_rewards = token_rewards + kl_penalty(sampling, reference, mask, algorithm.kl_coef)
+    scores = [score_of(sample, recipe, settings) for sample in samples]
+    in_loss = torch.tensor([_in_loss(sample, score, recipe.algorithm) for sample, score in zip(samples, scores, strict=True)])
     rollout_logprobs = _padded([sample.rollout.logprobs for sample in samples])
     versions = _padded([sample.rollout.versions for sample in samples])
     assert rollout_logprobs is not None and versions is not None
@@ -101,12 +113,25 @@ def make_train_batch(
         response_mask=mask,
         loss_mask=mask & in_loss[:, None],
         rollout_logprobs=rollout_logprobs,
-        token_rewards=token_rewards,
+        token_rewards=token_rewards(samples, scores, mask, recipe, settings),
         versions=versions,
-        reference_logprobs=reference,
+        reference_logprobs=_padded([sample.reference_logprobs for sample in samples]),
         old_logprobs=_padded([sample.old_logprobs for sample in samples]),
         values=_padded([sample.values for sample in samples]),
     )
+
+
+def token_rewards(
+    samples: Sequence[Scored], scores: Sequence[float | None], mask: Tensor, recipe: OnlineRecipe, settings: StepSettings
+) -> Tensor:
+    """float32 [B, S]: each sample's score on its last sampled token, and with `kl_in: reward` the KL penalty on every one."""
+    rewards = place_rewards(torch.tensor([score or 0.0 for score in scores]), mask)
+    reference = _padded([sample.reference_logprobs for sample in samples])
+    if reference is None or recipe.algorithm.kl_in != "reward" or settings.kl_coef == 0:
+        return rewards
+    sampling = _padded([sampling_logprobs(sample, recipe) for sample in samples])
+    assert sampling is not None
+    return rewards + kl_penalty(sampling, reference, mask, settings.kl_coef, recipe.algorithm.kl_estimator)
 
 
 def empty_batch() -> TrainBatch:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conveyor.config import UserError, sections
+from conveyor.data.packing import PackedBatch
 
 CHUNK_LOGITS = 2**26
 """Logits held at a time, in fp32 256 MiB."""
@@ -152,6 +153,14 @@ def response_logprobs(
     ids = input_ids[places[0], places[1] + 1]
     logprobs, entropy = head(hidden, ids, temperature, entropy_grad, chunk)
     return spread(logprobs, response_mask), spread(entropy, response_mask)
+
+
+def target_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    """float32 [N]: log-probabilities of the N tokens in the loss, row by row. Only they meet the output layer."""
+    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+    targets = batch.loss_mask[:, 1:]
+    logprobs, _ = model.get_output_embeddings()(hidden[:, :-1][targets], batch.input_ids[:, 1:][targets])
+    return logprobs
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:

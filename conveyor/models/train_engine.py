@@ -121,10 +121,10 @@ class TrainEngine:
             self._apart = ApartGradients([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         self._apart.add(losses)
 
-    def mix_apart(self, coefficients: Mapping[str, float]) -> None:
-        """Add Σ coefficient · (sum of that name) to the update's gradient, as its last `backward`; the sums are gone."""
+    def mix_apart(self, coefficients: Mapping[str, float], *, last: bool = True) -> None:
+        """Add Σ coefficient · (sum of that name) to the update's gradient, as a `backward`; the sums are gone."""
         assert self._apart is not None, "nothing was kept apart"
-        self.backward(self.forward(linear, self._apart.mixed(coefficients)), last=True)
+        self.backward(self.forward(linear, self._apart.mixed(coefficients)), last=last)
 
     def gradient(self, denominator: float) -> Iterator[tuple[str, Tensor]]:
         """(name, full gradient / denominator on CPU, float32) of the update, before clipping. Every rank iterates to the end; between

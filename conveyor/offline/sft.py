@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.config import OfflineRecipe
-from conveyor.data.packing import PackedBatch, Row, collate, pack
+from conveyor.data.packing import Row, collate, pack
 from conveyor.data.samples import Sample
 from conveyor.data.sft import load_sft
-from conveyor.models.language_model import load_language_model
+from conveyor.models.language_model import load_language_model, target_logprobs
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,3 @@ class SupervisedTask:
     def loss(self, outputs: Tensor, items: Sequence[Row]) -> tuple[Tensor, Metrics]:
         total = -outputs.sum()
         return total, {"loss": Mean(total.item(), outputs.numel())}
-
-
-def target_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """float32 [N]: log-probabilities of the N tokens in the loss, row by row. Only they meet the output layer."""
-    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
-    targets = batch.loss_mask[:, 1:]
-    logprobs, _ = model.get_output_embeddings()(hidden[:, :-1][targets], batch.input_ids[:, 1:][targets])
-    return logprobs

@@ -29,6 +29,24 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Judge:
+    """Give a sample to the rewards that are functions or urls. Answered by a `SampleJudged`."""
+
+    sample: SampleId
+    version: int | None = None
+    """Of a held-out sample: the version that is evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A group is left out, because its rewards are all equal. Nothing answers."""
+
+    group: int
+    step: int
+    """That it would have been trained in."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Give a scored micro-batch to the ranks of a train group. Needs no device, so it may be
     sent while they train."""
@@ -131,6 +149,8 @@ class CloseEvaluation:
 
 Action = (
     Admit
+    | Judge
+    | Drop
     | Score
     | Prepare
     | Train
@@ -166,10 +186,21 @@ class SampleFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleJudged:
+    """The rewards that are functions or urls have answered."""
+
+    id: SampleId
+    version: int | None = None
+    """Of a held-out sample: the version that is evaluated."""
+    equal: bool = False
+    """Dynamic sampling; said with the last sample of a group: its rewards are all equal."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """Any action but `Admit` and `Evaluate` has been carried out."""
+    """Any action that is not answered by news of samples has been carried out."""
 
     action: Action
 
 
-Event = SampleFinished | EvaluationSampled | Done
+Event = SampleFinished | SampleJudged | EvaluationSampled | Done

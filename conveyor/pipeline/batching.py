@@ -23,6 +23,8 @@ class MicroBatch:
     samples: tuple[SampleId, ...]
     scored: set[int] = field(default_factory=set)
     """Score parts that are done with it."""
+    unjudged: int = 0
+    """Samples that functions and urls have not answered for."""
 
 
 class UpdateBatcher:

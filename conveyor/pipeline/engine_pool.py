@@ -82,6 +82,10 @@ class EnginePool:
         del load[group]
         return True
 
+    def group_dropped(self) -> None:
+        """Dynamic sampling: there is room for another group, so an engine may be able that nothing has happened to."""
+        self._maybe_able = set(range(self._plan.engines))
+
     def evaluate(self, engine: int, samples: int) -> None:
         """Samples of a held-out prompt enter an engine."""
         self._held_out[engine] += samples

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from conveyor.pipeline.actions import CloseEvaluation, Evaluate, EvaluationSampled, ScoreEvaluation
+from conveyor.pipeline.actions import CloseEvaluation, Evaluate, EvaluationSampled, Judge, SampleJudged, ScoreEvaluation
 from conveyor.pipeline.run_plan import RunPlan
+from conveyor.types import SampleId
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class _Round:
     lost: set[int] = field(default_factory=set)
     """Prompts with a sample that an install has ended."""
     scoring: Counter[int] = field(default_factory=Counter)
-    """Score parts still at work on a prompt's samples."""
+    """What is still at work on a prompt's samples: score parts, and the samples' functions and urls."""
     closing: bool = False
 
 
@@ -37,6 +38,8 @@ class Evaluation:
         self._parts = [number for number, part in enumerate(plan.parts) if part.rewards]
         self._waiting: list[list[tuple[int, int]]] = [[] for _ in plan.parts]
         """For each score part, (version, prompt) to be scored."""
+        self.to_judge: list[Judge] = []
+        """Samples to be given to functions and urls."""
 
     @property
     def finished(self) -> bool:
@@ -76,10 +79,16 @@ class Evaluation:
             return False
         del found.running[event.prompt]
         if event.prompt not in found.lost:
-            found.scoring[event.prompt] = len(self._parts)
+            judged = self._samples(event.prompt) if self.plan.judged else []
+            found.scoring[event.prompt] = len(self._parts) + len(judged)
+            self.to_judge += [Judge(sample, event.version) for sample in judged]
             for part in self._parts:
                 self._waiting[part].append((event.version, event.prompt))
         return True
+
+    def take_unjudged(self) -> list[Judge]:
+        taken, self.to_judge = self.to_judge, []
+        return taken
 
     def to_score(self, part: int, worker: int) -> ScoreEvaluation | None:
         """The next micro-batch of a part: prompts of one version."""
@@ -96,11 +105,23 @@ class Evaluation:
         self._waiting[action.part] = [item for item in self._waiting[action.part] if item not in taken]
 
     def scored(self, action: ScoreEvaluation) -> None:
-        found = self._rounds[action.version]
         for prompt in action.prompts:
-            found.scoring[prompt] -= 1
-            if not found.scoring[prompt]:
-                del found.scoring[prompt]
+            self._count_down(action.version, prompt)
+
+    def judged(self, event: SampleJudged) -> None:
+        assert event.version is not None
+        self._count_down(event.version, -1 - event.id.group)
+
+    def _count_down(self, version: int, prompt: int) -> None:
+        scoring = self._rounds[version].scoring
+        scoring[prompt] -= 1
+        if not scoring[prompt]:
+            del scoring[prompt]
+
+    def _samples(self, prompt: int) -> list[SampleId]:
+        """Those of a held-out prompt, whose groups count down from −1."""
+        assert self.facts is not None
+        return [SampleId(-1 - prompt, sample) for sample in range(self.facts.samples_per_prompt)]
 
     def to_close(self, held: set[int], published: int) -> CloseEvaluation | None:
         """A round that is over: sampled, or no engine will hold its version again; and everything sampled is scored.

@@ -14,6 +14,7 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -26,30 +27,37 @@ from conveyor.pipeline.actions import (
     Checkpoint,
     CloseEvaluation,
     Done,
+    Drop,
     Evaluate,
     Event,
     Finish,
     InstallEngine,
     InstallSnapshot,
+    Judge,
     Prepare,
     Publish,
     SampleFinished,
+    SampleJudged,
     Score,
     ScoreEvaluation,
     Train,
     Update,
 )
+from conveyor.pipeline.control import StepControl
 from conveyor.pipeline.held_out import HeldOut
+from conveyor.pipeline.judging import Judging
 from conveyor.pipeline.ledger import Ledger
+from conveyor.pipeline.publications import Publications
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.scheduler import Scheduler
-from conveyor.run_folder import RunFolder, write_untrained
+from conveyor.run_folder import RunFolder, write_control, write_lines, write_untrained
 from conveyor.types import Prompt, SampleId
 from conveyor.workers.records import RolloutRef
-from conveyor.workers.reports import EvaluationAborted, MicroBatchKey, Publication, SampleDone, SampleReport, SampleRow, Span
+from conveyor.workers.reports import EvaluationAborted, MicroBatchKey, SampleDone, SampleReport, SampleRow, Span
 from conveyor.workers.start import Workers
 
-SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic"}
+SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic", "reference": "actor"}
+"""Role → the trained one whose weights it takes; a reference only where it is refreshed."""
 
 
 class WorkerDied(RunError):
@@ -67,30 +75,40 @@ class Executor:
         self,
         scheduler: Scheduler,
         workers: Workers,
-        order: PromptOrder,
+        order: PromptOrder | None,
         recorder: Recorder,
         folder: RunFolder,
         held_out: Sequence[Prompt] = (),
+        control: StepControl | None = None,
+        keep_held_out: bool = False,
     ) -> None:
-        """held_out: prompts of the evaluation."""
+        """Args:
+        order: None: there are no steps, only an evaluation.
+        held_out: prompts of the evaluation.
+        control: what steps before a resumed run's first one say; default: a run from the start.
+        keep_held_out: write the samples of the evaluation too.
+        """
         self.scheduler, self.workers, self.order, self.recorder, self.folder = scheduler, workers, order, recorder, folder
         self.plan = scheduler.plan
         self.recipe = recorder.recipe
-        self.ledger = Ledger(self.recipe)
+        self._keep_held_out = keep_held_out
+        self.ledger = Ledger(self.recipe, control)
         self.held_out = HeldOut(self.recipe, self.plan, held_out)
-        self._prompts: tuple[int, dict[int, Prompt]] = (-1, {})
-        """(step, its prompts by group), of the step last admitted from."""
         self._open_samples: dict[int, list[tuple[int, SampleDone]]] = defaultdict(list)
         """Group whose step is not known yet → (engine, report) of its finished samples."""
         self._holders: dict[MicroBatchKey, int] = {}
-        self._publications: dict[str, Publication] = {}
+        self._publications = Publications(self.recipe.algorithm.reference_refresh)
         self._checkpointed: Counter[int] = Counter()
+        self._control_states: dict[int, dict[str, Any]] = {}
         self._groups_done: Counter[int] = Counter()
         self._finished: dict[int, tuple[list[SampleReport], list[SampleRow]]] = {}
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        rewarder = workers.rewarder
+        self.judging = None if rewarder is None else Judging(rewarder, self.ledger, self.held_out, recorder, self._events.put_nowait)
         self._tasks: set[asyncio.Task[None]] = set()
         self._carry_out: dict[type, Callable[[Any], Awaitable[None]]] = {
             Admit: self._admit,
+            Drop: self._drop,
             Score: self._score,
             Prepare: self._prepare,
             Train: self._train,
@@ -109,7 +127,10 @@ class Executor:
         """Until every step is trained. Raises the first exception of any worker."""
         await asyncio.gather(*(engine.renew.remote() for engine in self.workers.engines))
         for number in range(self.plan.engines):
-            self._spawn(self._listen(number))
+            self._spawn(self._guarded(self._listen(number), f"rollout engine {number}"))
+        if self.judging is not None:
+            await self.judging.renew()
+            self._spawn(self._guarded(self.judging.listen(), "the worker of reward functions"))
         try:
             self._launch()
             while not self.scheduler.finished:
@@ -127,10 +148,20 @@ class Executor:
         self.scheduler.handle(event)
         if isinstance(event, SampleFinished):
             self._record_samples(event.id.group)
+        elif isinstance(event, SampleJudged) and self.scheduler.membership.dynamic:
+            for group in list(self._open_samples):  # one that is judged can settle those that wait behind it
+                self._record_samples(group)
 
     def _launch(self) -> None:
+        judges: list[Judge] = []
         for action in self.scheduler.actions():
-            self._spawn(self._run_one(action))
+            if isinstance(action, Judge):
+                judges.append(action)
+            else:
+                self._spawn(self._run_one(action))
+        if judges:
+            assert self.judging is not None
+            self._spawn(self._guarded(self.judging.send(judges), "the worker of reward functions"))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -138,15 +169,20 @@ class Executor:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_one(self, action: Action) -> None:
+        if await self._guarded(self._carry_out[type(action)](action), action) and not isinstance(action, (Admit, Evaluate, Drop)):
+            self._events.put_nowait(Done(action))
+
+    async def _guarded(self, work: Awaitable[None], of: Action | str) -> bool:
+        """Whether the work was done; an exception ends the run. `of`: an action, or the name of the worker that does it."""
         try:
-            await self._carry_out[type(action)](action)
+            await work
         except RayActorError:
-            self._events.put_nowait(self._died(self._worker_of(action)))
+            self._events.put_nowait(self._died(of if isinstance(of, str) else self._worker_of(of)))
         except Exception as error:
             self._events.put_nowait(error)
         else:
-            if not isinstance(action, (Admit, Evaluate)):
-                self._events.put_nowait(Done(action))
+            return True
+        return False
 
     def _worker_of(self, action: Action) -> str:
         match action:
@@ -154,8 +190,8 @@ class Executor:
                 return f"rollout engine {engine}"
             case Score(part, worker, _, _) | InstallSnapshot(part, worker, _) | ScoreEvaluation(part, worker, _, _):
                 return f"score worker {worker} of group {self.plan.parts[part].group}"
-            case CloseEvaluation():
-                raise AssertionError("runs on no worker")
+            case CloseEvaluation() | Judge() | Drop():
+                raise AssertionError("runs on no worker that is asked here")
             case _:
                 return f"a train worker of group {self.plan.train_groups[action.train_group].group}"
 
@@ -167,27 +203,24 @@ class Executor:
     # ── rollout ──────────────────────────────────────────────────────────────────────────────────
 
     async def _admit(self, action: Admit) -> None:
-        if self._prompts[0] != action.step:
-            self._prompts = action.step, {prompt.index: prompt for prompt in self.order[action.step]}
-        prompt, n = self._prompts[1][action.group], self.plan.samples_per_group
-        self.recorder.admitted(action.engine, (SampleId(action.group, k) for k in range(n)))
-        await self.workers.engines[action.engine].submit.remote(prompt, n)
+        self.recorder.admitted(action.engine, (SampleId(action.group, k) for k in range(self.plan.samples_per_group)))
+        n, greedy = self.recipe.rollout.n_samples_per_prompt, self.recipe.greedy_baseline
+        await self.workers.engines[action.engine].submit.remote(self._prompt(action.group), n, greedy)
+
+    def _prompt(self, group: int) -> Prompt:
+        assert self.order is not None, "an evaluation admits no group"
+        return self.order.prompt(group)
 
     async def _listen(self, number: int) -> None:
         """Samples leave an engine as they finish: small reports, then the reference of their rollouts."""
-        try:
-            stream = self.workers.engines[number].stream.remote()
-            async for reference in stream:
-                reports, bundle = await reference, await anext(stream)
-                places = itertools.count()
-                for report in reports:
-                    aborted = isinstance(report, EvaluationAborted)
-                    self._left_engine(number, report, None if aborted else RolloutRef(bundle, next(places)))
-            raise RuntimeError(f"rollout engine {number} ended its stream before the run was over")
-        except RayActorError:
-            self._events.put_nowait(self._died(f"rollout engine {number}"))
-        except Exception as error:
-            self._events.put_nowait(error)
+        stream = self.workers.engines[number].stream.remote()
+        async for reference in stream:
+            reports, bundle = await reference, await anext(stream)
+            places = itertools.count()
+            for report in reports:
+                aborted = isinstance(report, EvaluationAborted)
+                self._left_engine(number, report, None if aborted else RolloutRef(bundle, next(places)))
+        raise RuntimeError(f"rollout engine {number} ended its stream before the run was over")
 
     def _left_engine(self, engine: int, report: SampleDone | EvaluationAborted, rollout: RolloutRef | None) -> None:
         event: Event
@@ -209,6 +242,11 @@ class Executor:
         if step is not None:
             for engine, done in self._open_samples.pop(group, ()):
                 self.recorder.sample(engine, step, done)
+
+    async def _drop(self, action: Drop) -> None:
+        for engine, done in self._open_samples.pop(action.group, ()):
+            self.recorder.sample(engine, action.step, done)
+        self.recorder.dropped(action.step, self.ledger.drop(action.group))
 
     # ── score ────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,6 +271,8 @@ class Executor:
         self.recorder.scored_evaluation(part, action.worker, action.version, await report)
 
     async def _close_evaluation(self, action: CloseEvaluation) -> None:
+        if self._keep_held_out:
+            write_lines(self.folder.held_out_samples, self.held_out.rows(action.version))
         self.recorder.close_evaluation(self.held_out.close(action.version))
 
     # ── train ────────────────────────────────────────────────────────────────────────────────────
@@ -243,8 +283,11 @@ class Executor:
         return list(await asyncio.gather(*calls))
 
     async def _prepare(self, action: Prepare) -> None:
-        rollouts, scores = self.ledger.rollouts(action.samples), self.ledger.scores(action.key)
-        reports = await self._on_ranks(action.train_group, "prepare", action.key, rollouts, scores)
+        rollouts, scores = self.ledger.rollouts(action.samples), self.ledger.scores(action.key, action.samples)
+        settings = self.ledger.settings(action.key.step)
+        if self.recipe.algorithm.kl_target is not None:
+            self.recorder.kl_coefs[action.key.step] = settings.kl_coef
+        reports = await self._on_ranks(action.train_group, "prepare", action.key, rollouts, scores, settings)
         self.ledger.add_reports(action.train_group, reports)
         self.recorder.prepared(action.train_group, action.key, reports)
         self._holders[action.key] = self._holders.get(action.key, 0) + 1
@@ -281,11 +324,11 @@ class Executor:
         for role in self.plan.train_groups[action.train_group].roles:
             if role in wanted:
                 publication = (await self._on_ranks(action.train_group, "publish", action.version, role))[0]
-                self._publications[role] = publication
+                self._publications.add(publication)
                 self.recorder.published(action.train_group, publication)
 
     async def _install_engine(self, action: InstallEngine) -> None:
-        report = await self.workers.engines[action.engine].install.remote(self._publications["actor"])
+        report = await self.workers.engines[action.engine].install.remote(self._publications.get("actor", action.version))
         self._verify(f"rollout engine {action.engine}", report.mismatched)
         self.recorder.installed(self.plan.rollout_group, "rollout", action.engine, report)
 
@@ -293,8 +336,8 @@ class Executor:
         part = self.plan.parts[action.part]
         worker = self.workers.scorers[part.group][action.worker]
         for role in part.roles:
-            if role in SNAPSHOT_OF:
-                report = await worker.install.remote(role, self._publications[SNAPSHOT_OF[role]])
+            if role in SNAPSHOT_OF and (role != "reference" or part.refresh is not None):
+                report = await worker.install.remote(role, self._publications.get(SNAPSHOT_OF[role], action.version))
                 self._verify(f"{role} on {part.group} {action.worker}", report.mismatched)
                 self.recorder.installed(part.group, role, action.worker, report)
 
@@ -306,9 +349,20 @@ class Executor:
     async def _checkpoint(self, action: Checkpoint) -> None:
         """Train groups write into one folder, which takes its name when the last is done."""
         aside, start = self.folder.begin_checkpoint(action.step), time.time()
+        if action.train_group == 0:  # whose reports the settings of later steps come from; it may be a step further when others are done
+            self._control_states[action.step] = self.ledger.state(action.step)
         await self._on_ranks(action.train_group, "save_checkpoint", str(aside))
         self.recorder.checkpointed(action.train_group, action.step, Span(start, time.time()))
         self._checkpointed[action.step] += 1
         if self._checkpointed[action.step] == len(self.plan.train_groups):
+            await self._save_reference(action.step, aside)
             write_untrained(aside, *self.scheduler.membership.untrained(action.step))
+            write_control(aside, self._control_states.pop(action.step))
             self.folder.commit_checkpoint(action.step, self.recipe.checkpoint.keep)
+
+    async def _save_reference(self, step: int, folder: Path) -> None:
+        """A reference that was refreshed, unless it is what is published for this very step. It has its version on every worker: the
+        step before has been scored with it."""
+        for part in self.plan.parts:
+            if part.refresh is not None and step % part.refresh and step > part.refresh:
+                await self.workers.scorers[part.group][0].save_weights.remote("reference", str(folder))

@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 from conveyor.checks import check_online, devices_per_worker, load_held_out, planned_devices, store_gib
 from conveyor.config import OnlineRecipe, RunError, UserError
 from conveyor.data.prompts import PromptOrder
+from conveyor.pipeline.control import StepControl
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import RunPlan, run_plan
@@ -24,7 +25,7 @@ from conveyor.report.events import read_events
 from conveyor.report.page import write_report
 from conveyor.report.progress import RunProgress
 from conveyor.report.trace import write_trace
-from conveyor.run_folder import RunFolder, read_untrained
+from conveyor.run_folder import RunFolder, read_control, read_untrained
 from conveyor.workers.placement import Placement
 from conveyor.workers.start import Workers, start_workers
 
@@ -71,7 +72,7 @@ def run_placed(
         log.warning("checkpoint.resume: %s has no checkpoint; starting from the beginning", folder.checkpoints)
     untrained = read_untrained(checkpoint[1]) if checkpoint else None
     folder.rewind(checkpoint[0] if checkpoint else 0)
-    step_groups = [len(order[step]) for step in range(len(order))]
+    step_groups = groups_of_steps(recipe, order)
     slots = {group: placement.slots(group) for group in placement.devices}
     held_out = load_held_out(recipe)
     plan = run_plan(
@@ -89,18 +90,33 @@ def run_placed(
         clocks = workers.ready(progress.ready)
         if checkpoint:
             _on_every_rank(workers, "load_checkpoint", str(checkpoint[1]))
+            _load_references(workers, plan, *checkpoint)
         if gradient_folder is not None:
             _on_every_rank(workers, "record_gradient", str(gradient_folder.absolute()))
         recorder = Recorder(recipe, plan, folder, progress.step, clocks)
         try:
             if plan.start_step < len(order):
-                asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder, held_out).run())
+                control = StepControl(recipe, plan.start_step, read_control(checkpoint[1]) if checkpoint else None)
+                asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder, held_out, control).run())
         finally:
             recorder.close()
     write_trace(read_events(folder.events), folder.trace)
     write_report(folder.path)
     _on_every_rank(workers, "save_model", str(folder.model), str(folder.critic))
     return recorder.last_row
+
+
+def groups_of_steps(recipe: OnlineRecipe, order: PromptOrder) -> list[int]:
+    """Prompt groups of each step. Dynamic sampling goes on in the prompt order until a step has as many as any other."""
+    if recipe.rollout.dynamic_sampling:
+        return [recipe.train.rollout_batch_size] * len(order)
+    return [len(order[step]) for step in range(len(order))]
+
+
+def _load_references(workers: Workers, plan: RunPlan, step: int, folder: Path) -> None:
+    """References that had been refreshed when the checkpoint was written (`Executor._save_reference`)."""
+    refreshed = [part for part in plan.parts if part.refresh is not None and step % part.refresh and step > part.refresh]
+    ray.get([worker.load_weights.remote("reference", str(folder)) for part in refreshed for worker in workers.scorers[part.group]])
 
 
 def _total_updates(plan: RunPlan) -> int:

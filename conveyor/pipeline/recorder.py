@@ -17,7 +17,7 @@ from conveyor.algorithms.metrics import Mean, Metrics, merge
 from conveyor.algorithms.objective import streaming_coefficients
 from conveyor.config import OnlineRecipe
 from conveyor.pipeline.run_plan import RunPlan, ScorePart
-from conveyor.report.events import Event, EventLog, read_events
+from conveyor.report.events import JUDGE, Event, EventLog, read_events
 from conveyor.report.progress import MetricsLog
 from conveyor.report.timeline import busy_bound, step_idle
 from conveyor.run_folder import RunFolder
@@ -25,6 +25,7 @@ from conveyor.types import SampleId
 from conveyor.workers.clocks import Clocks
 from conveyor.workers.reports import (
     InstallReport,
+    Judged,
     MicroBatchKey,
     OptimReport,
     PrepareReport,
@@ -56,6 +57,9 @@ class _Worker:
         return f"{self.group} {self.index}"
 
 
+REWARDS = _Worker("rewards", "rewards", 0)
+
+
 class Recorder:
     """Writes events.jsonl, samples.jsonl and metrics.jsonl; calls `on_step(row)` for each finished step."""
 
@@ -77,6 +81,8 @@ class Recorder:
         self._evaluations = MetricsLog(folder.evaluations)
         self._samples_file = folder.samples.open("a", encoding="utf-8")
         self._recent: list[Event] = []
+        self._judged: dict[SampleId, Judged] = {}
+        self._dropped: dict[int, list[Sequence[Judged]]] = defaultdict(list)
         self._last_of_device: dict[str, Event] = {}
         self._train_metrics: dict[int, list[Metrics]] = defaultdict(list)
         self._whiten: dict[int, tuple[float, float]] = {}
@@ -84,6 +90,8 @@ class Recorder:
         self._failures: dict[int, Metrics] = defaultdict(dict)
         self._in_flight: dict[SampleId, tuple[int, float]] = {}
         self._window_start: float | None = None
+        self.kl_coefs: dict[int, float] = {}
+        """Of open steps, where the adaptive controller moves it."""
         self.last_row: dict[str, Any] = {}
 
     def close(self) -> None:
@@ -111,8 +119,9 @@ class Recorder:
         names = tuple((sample.group, sample.sample) for sample in samples)
         start, end = span.start - zero, span.end - zero
         event = Event(worker.group, worker.name, role, task, step + 1, micro_batch, version, start, end, worker.device, names)
-        self._recent.append(event)
-        self._last_of_device[worker.device] = event
+        if task != JUDGE:
+            self._recent.append(event)
+            self._last_of_device[worker.device] = event
         self._events.append(event)
 
     def admitted(self, engine: int, samples: Iterable[SampleId]) -> None:
@@ -130,8 +139,25 @@ class Recorder:
     def scored(self, part: ScorePart, worker: int, key: MicroBatchKey, report: ScoreReport) -> None:
         where, roles = _Worker("score", part.group, worker), "+".join(part.roles)
         self._event(where, roles, "score", report.span, step=key.step, micro_batch=self._number(key), version=key.step)
-        failures: Metrics = {"reward/timeouts": Mean(report.timeouts, 1), "reward/errors": Mean(report.errors, 1)}
-        self._failures[key.step] = merge([self._failures[key.step], failures])
+
+    def judged(self, judged: Judged) -> None:
+        """Its event and its failures are written when the sample's step is known."""
+        self._judged[judged.id] = judged
+
+    def judged_held_out(self, judged: Judged) -> None:
+        self._event(REWARDS, "+".join(judged.rewards), JUDGE, judged.span, step=judged.version, version=judged.version, samples=[judged.id])
+
+    def dropped(self, step: int, judged: Sequence[Judged]) -> None:
+        """Dynamic sampling: a group that would have been of this step is left out."""
+        self._dropped[step].append(judged)
+        for one in judged:
+            self._record_judged(step, one)
+
+    def _record_judged(self, step: int, judged: Judged) -> None:
+        self._judged.pop(judged.id, None)
+        self._event(REWARDS, "+".join(judged.rewards), JUDGE, judged.span, step=step, version=judged.version, samples=[judged.id])
+        failures: Metrics = {"reward/timeouts": Mean(judged.timeouts, 1), "reward/errors": Mean(judged.errors, 1)}
+        self._failures[step] = merge([self._failures[step], failures])
 
     def evaluated(self, engine: int, version: int, span: Span) -> None:
         """A sample of a held-out prompt, finished or not."""
@@ -147,6 +173,9 @@ class Recorder:
     def prepared(self, train_group: int, key: MicroBatchKey, reports: Sequence[PrepareReport]) -> None:
         samples = [[sample.id for sample in report.samples] for report in reports]
         self._on_ranks(train_group, "prepare", key.step, [report.span for report in reports], self._number(key), samples)
+        for sample in (sample for of_rank in samples for sample in of_rank):
+            if (judged := self._judged.get(sample)) is not None:
+                self._record_judged(key.step, judged)
 
     def trained(self, train_group: int, key: MicroBatchKey, reports: Sequence[TrainReport]) -> None:
         self._train_metrics[key.step] += [report.metrics for report in reports]
@@ -154,6 +183,7 @@ class Recorder:
 
     def updated(self, train_group: int, step: int, reports: Sequence[OptimReport], whiten: tuple[float, float] | None = None) -> None:
         self._optim[step].append(reports[0])
+        self._train_metrics[step] += [report.metrics for report in reports]
         if whiten is not None:
             self._whiten[step] = whiten
         self._on_ranks(train_group, "update", step, [report.span for report in reports])
@@ -201,8 +231,9 @@ class Recorder:
             coefficients = streaming_coefficients(*self._whiten.pop(step))
             row["loss/policy"] = sum(coefficients.get(name, 0.0) * part for name, part in parts.items())
         row |= self._sample_metrics(step, samples)
+        row |= self._drop_metrics(self._dropped.pop(step, []), samples)
         row |= {name: metric.total for name, metric in self._failures.pop(step, {}).items() if isinstance(metric, Mean) and metric.total}
-        row |= self._optim_metrics(self._optim.pop(step, []))
+        row |= self._optim_metrics(step, self._optim.pop(step, []))
         row |= self._time_metrics(row["tokens"], now)
         row["version"] = step + 1
         if row["truncated_fraction"] == 1:
@@ -215,25 +246,42 @@ class Recorder:
         self.last_row = row
         self.on_step(row)
 
-    def _sample_metrics(self, step: int, samples: Sequence[SampleReport]) -> dict[str, Any]:
+    def _sample_metrics(self, step: int, reports: Sequence[SampleReport]) -> dict[str, Any]:
+        samples = [sample for sample in reports if not sample.baseline]
         scores = [sample.score for sample in samples if sample.score is not None]
         lengths = [sample.response_length for sample in samples]
         metrics: dict[str, Any] = {"reward/mean": _mean(scores)}
         for reward in self.recipe.rewards:
             metrics[f"reward/{reward.name}"] = _mean([value for s in samples if (value := s.rewards.get(reward.name)) is not None])
+        if self.recipe.greedy_baseline:
+            metrics["reward/greedy"] = _mean([s.score for s in reports if s.baseline and s.score is not None])
         if self.recipe.uses_reference:
             metrics["kl"] = sum(sample.kl or 0.0 for sample in samples) / max(1, sum(lengths))
+        if self.recipe.rollout.multi_turn is not None:
+            metrics["turns/mean"] = _mean([float(sample.turns) for sample in samples])
         return metrics | {
             "samples": len(samples),
             "samples/unscored": len(samples) - len(scores),
             "response_length/mean": _mean([float(length) for length in lengths]),
             "truncated_fraction": _mean([float(sample.truncated) for sample in samples]),
-            "tokens": sum(lengths),
+            "tokens": sum(sample.response_length for sample in reports),
             "staleness/max": step - min(sample.oldest_version for sample in samples),
             "staleness/mean": step - sum(sample.version_sum for sample in samples) / max(1, sum(lengths)),
         }
 
-    def _optim_metrics(self, reports: Sequence[OptimReport]) -> dict[str, Any]:
+    def _drop_metrics(self, dropped: Sequence[Sequence[Judged]], samples: Sequence[SampleReport]) -> dict[str, Any]:
+        """Dynamic sampling: the groups that were left out, and the mean of functions and urls over all that was sampled."""
+        if not self.plan.groups_sampled_at_most:
+            return {}
+        weights = {reward.name: reward.weight for reward in self.recipe.judged_rewards}
+        everything = [sample.rewards for sample in samples if not sample.baseline]
+        everything += [judged.rewards for group in dropped for judged in group]
+        known = [
+            [weights[name] * value for name, value in rewards.items() if name in weights and value is not None] for rewards in everything
+        ]
+        return {"groups/dropped": len(dropped), "reward/sampled": _mean([sum(values) for values in known if values])}
+
+    def _optim_metrics(self, step: int, reports: Sequence[OptimReport]) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         for role in ("actor", "critic"):
             steps = [report.steps[role] for report in reports if role in report.steps]
@@ -242,6 +290,8 @@ class Recorder:
                 metrics[f"grad_norm{suffix}"] = _mean([s.grad_norm for s in steps if not s.skipped])
                 metrics[f"lr{suffix}"] = steps[-1].lr
                 metrics[f"updates_skipped{suffix}"] = sum(s.skipped for s in steps)
+        if self.recipe.algorithm.kl_target is not None:
+            metrics["kl_coef"] = self.kl_coefs.pop(step)
         return metrics
 
     def _time_metrics(self, tokens: int, now: float) -> dict[str, Any]:

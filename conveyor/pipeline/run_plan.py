@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from conveyor.config.recipe import GROUP_ESTIMATORS, OnlineRecipe
+from conveyor.config import OnlineRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,18 @@ class ScorePart:
     """Holds snapshots: step s is scored with version s exactly, the policy its training starts from."""
     rewards: tuple[str, ...] = ()
     """Those of `roles` that are rewards."""
+    refresh: int | None = None
+    """Holds a reference that becomes the policy anew every so many steps."""
+
+    def version(self, step: int) -> int | None:
+        """The version that scores a step; None: its weights never change."""
+        if self.refresh is not None:
+            return step // self.refresh * self.refresh
+        return step if self.versioned else None
+
+    def takes(self, version: int) -> bool:
+        """Whether a version that is published is to be installed. A reference starts with weights of its own."""
+        return self.versioned or (self.refresh is not None and version > 0 and version % self.refresh == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,8 @@ class RunPlan:
     parts: tuple[ScorePart, ...] = (ScorePart("score", ("reward",), False),)
     part_workers: tuple[int, ...] = (1,)
     """Workers of each part's device group; parts of one group share them."""
+    judged: bool = False
+    """There are rewards that are functions or urls: every sample goes to them by itself, as soon as it is there."""
     train_groups: tuple[TrainGroup, ...] = (TrainGroup("train", ("actor",)),)
     overlap: bool = True
     max_staleness: int = 0
@@ -66,6 +80,8 @@ class RunPlan:
     """Advantages compare the samples of a group."""
     waits_for_update: bool = False
     """Advantages are whitened over the update."""
+    groups_sampled_at_most: int | None = None
+    """Dynamic sampling: groups whose rewards are all equal are replaced, until a step has sampled so many; None: off."""
     start_step: int = 0
     carried: tuple[int, ...] = ()
     """Groups that an earlier run had admitted and not trained when it was saved: they come first."""
@@ -102,7 +118,7 @@ def run_plan(
     trained = train_groups(recipe)
     return RunPlan(
         step_groups=tuple(step_groups),
-        samples_per_group=recipe.rollout.n_samples_per_prompt,
+        samples_per_group=recipe.samples_per_group,
         samples_per_update=recipe.samples_per_update,
         micro_batch_size=recipe.pipeline.micro_batch_size,
         update_epochs=recipe.algorithm.update_epochs,
@@ -116,7 +132,9 @@ def run_plan(
         max_staleness=recipe.pipeline.max_staleness,
         order=recipe.pipeline.order,
         in_flight_update=recipe.pipeline.in_flight_update,
-        waits_for_group=recipe.algorithm.advantage_estimator in GROUP_ESTIMATORS,
+        judged=bool(recipe.judged_rewards),
+        groups_sampled_at_most=groups_sampled_at_most(recipe),
+        waits_for_group=recipe.needs_group,
         waits_for_update=recipe.needs_barrier,
         start_step=start_step,
         initial_sync=start_step > 0 or engines is not None or bool(recipe.snapshot_roles),
@@ -129,24 +147,34 @@ def run_plan(
 
 def _evaluation_plan(recipe: OnlineRecipe, prompts: int) -> EvaluationPlan | None:
     section = recipe.evaluate
-    return None if section is None else EvaluationPlan(prompts, section.n_samples_per_prompt, section.every, recipe.evaluates_in_bubbles)
+    if section is None:
+        return None
+    return EvaluationPlan(prompts, section.n_samples_per_prompt + section.greedy, section.every, recipe.evaluates_in_bubbles)
+
+
+def groups_sampled_at_most(recipe: OnlineRecipe) -> int | None:
+    rollout = recipe.rollout
+    return int(rollout.dynamic_sampling_limit * recipe.train.rollout_batch_size) if rollout.dynamic_sampling else None
 
 
 def score_parts(recipe: OnlineRecipe) -> tuple[ScorePart, ...]:
-    """One part a device group; with staleness, snapshots stand apart so that rewards need not wait for them."""
-    split = recipe.pipeline.max_staleness > 0
-    parts: dict[tuple[str, bool], list[str]] = {}
+    """One part a device group; with staleness, snapshots stand apart so that rewards need not wait for them. So does a reference
+    that is refreshed: it has a version of its own."""
+    split, refresh = recipe.pipeline.max_staleness > 0, recipe.algorithm.reference_refresh
+    parts: dict[tuple[str, int], list[str]] = {}
     for role in (*recipe.score_roles, *recipe.snapshot_roles):
-        snapshot = role in recipe.snapshot_roles
-        parts.setdefault((recipe.role_group(role), snapshot and split), []).append(role)
+        renewed = role == "reference" and refresh is not None
+        apart = 2 if renewed else int(role in recipe.snapshot_roles and split)
+        parts.setdefault((recipe.role_group(role), apart), []).append(role)
     return tuple(
         ScorePart(
             group,
             tuple(roles),
             versioned=any(role in recipe.snapshot_roles for role in roles),
-            rewards=tuple(reward.name for reward in recipe.rewards if reward.name in roles),
+            rewards=tuple(reward.name for reward in recipe.model_rewards if reward.name in roles),
+            refresh=refresh if apart == 2 else None,
         )
-        for (group, _), roles in sorted(parts.items())
+        for (group, apart), roles in sorted(parts.items())
     )
 
 

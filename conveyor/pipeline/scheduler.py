@@ -3,7 +3,7 @@
 No Ray, no clock, no threads: events go in (`handle`), actions come out (`actions`). The executor
 carries actions out on Ray actors, the simulator on a virtual clock; both drive this very class.
 
-    prompts ─▶ Admit ─▶ Score (each part) ─▶ Prepare ─▶ Train … Train ─▶ Update ─▶ Publish ─▶ Install
+    prompts ─▶ Admit ─▶ Judge, Score (each part) ─▶ Prepare ─▶ Train … Train ─▶ Update ─▶ Publish ─▶ Install
                  ▲                                                                              │
                  └────────────────── the next step, once its version may start ◀────────────────┘
 
@@ -11,8 +11,10 @@ carries actions out on Ray actors, the simulator on a virtual clock; both drive 
 |--------------------|------------------------------------------------------------------------------|
 | Admit group        | the group before it; room in an engine; step − engine's version ≤ staleness  |
 |                    | (`membership.py`)                                                            |
-| Score part         | all samples of the micro-batch; a free worker; snapshots: version = step     |
-| Prepare            | every part of the micro-batch                                                |
+| Judge sample       | the sample: functions and urls need no device                                |
+| Score part         | all samples of the micro-batch; a free worker; snapshots: version = step;    |
+|                    | dynamic sampling: its groups are judged, and stay (`selection.py`)           |
+| Prepare            | every part of the micro-batch, and the judging of its samples                |
 | Train              | its turn in the update; with group baselines: its groups prepared; with      |
 |                    | whitening: the whole update prepared; at most one other at the train group   |
 | Update             | every micro-batch of the update trained                                      |
@@ -28,38 +30,44 @@ overlap off every task asks for one and the same resource, which makes the stage
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from conveyor.pipeline.actions import (
     Action,
     Admit,
     Checkpoint,
     CloseEvaluation,
+    Drop,
     Evaluate,
     EvaluationSampled,
     Event,
     Finish,
     InstallEngine,
     InstallSnapshot,
+    Judge,
     Prepare,
     Publish,
     SampleFinished,
+    SampleJudged,
     Score,
     ScoreEvaluation,
     Train,
     Update,
 )
-from conveyor.pipeline.batching import MicroBatch, UpdateBatcher, cut_into_updates
+from conveyor.pipeline.batching import UpdateBatcher, cut_into_updates
 from conveyor.pipeline.engine_pool import EnginePool
 from conveyor.pipeline.evaluation import Evaluation
 from conveyor.pipeline.membership import Membership
 from conveyor.pipeline.run_plan import RunPlan
+from conveyor.pipeline.score_stage import ScoreStage
 from conveyor.pipeline.train_line import TrainLine
 from conveyor.pipeline.turns import Turns
 from conveyor.types import SampleId
-from conveyor.workers.reports import MicroBatchKey
+
+REWARDS = "rewards"
+"""Where functions and urls run: on no device, but without overlap they take their turn too."""
 
 
 class Scheduler:
@@ -71,32 +79,25 @@ class Scheduler:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        assert plan.step_groups and min(plan.step_groups) > 0, "a run has steps, a step has groups"
+        assert plan.step_groups or plan.evaluation, "a run has steps, or only evaluates"
+        assert all(groups > 0 for groups in plan.step_groups), "a step has groups"
         self.plan = plan
         self.membership = Membership(plan)
         self._updates: dict[int, tuple[UpdateBatcher, ...]] = {}
-        self._micro_batches: dict[MicroBatchKey, MicroBatch] = {}
         self._oldest: dict[int, int] = {}
         """Groups in flight → oldest version of their finished samples."""
         self._group_samples: dict[int, list[SampleId]] = {}
         """Finished samples of groups whose step is not known yet."""
+        self._judged: Counter[int] = Counter()
+        """Dynamic sampling: group in flight → its samples that are judged."""
+        self._dropped: list[Drop] = []
 
         # Before an initial sync nothing holds the first version yet.
         self._published = plan.start_step - 1 if plan.initial_sync else plan.start_step
         self._publishing: Counter[int] = Counter()
         self._finishing: Counter[int] = Counter()
         self.engines = EnginePool(plan, self._published)
-        self._snapshot_version = {
-            (number, worker): self._published
-            for number, part in enumerate(plan.parts)
-            if part.versioned
-            for worker in range(plan.part_workers[number])
-        }
-        self._old_snapshots: set[tuple[int, int]] = set()
-        """(part, worker) that holds an older version than the newest."""
-        self._busy_workers: set[tuple[str, int]] = set()
-        self._to_score: list[list[MicroBatchKey]] = [[] for _ in plan.parts]
-        self._to_prepare: list[MicroBatch] = []
+        self.scoring = ScoreStage(plan, self._published)
         self._lines = [TrainLine(plan, number) for number in range(len(plan.train_groups))]
         self._turns = Turns()
         self.evaluation = Evaluation(plan)
@@ -111,7 +112,7 @@ class Scheduler:
         end = len(self.plan.step_groups)
         if any(line.step != end for line in self._lines):
             return False
-        installed = all(version == end for version in (*self.engines.versions, *self._snapshot_version.values()))
+        installed = all(version == end for version in self.engines.versions) and not self.scoring.installing
         return installed and self.evaluation.finished
 
     @property
@@ -122,9 +123,13 @@ class Scheduler:
     def actions(self) -> list[Action]:
         """Everything that may start now, each exactly once, in an order that depends on the events alone."""
         started: list[Action] = [
-            Prepare(line.number, micro_batch.key, micro_batch.samples) for micro_batch in self._to_prepare for line in self._lines
+            Prepare(line.number, micro_batch.key, micro_batch.samples) for micro_batch in self.scoring.take_ready() for line in self._lines
         ]
-        self._to_prepare.clear()
+        started += self._dropped
+        self._dropped.clear()
+        if self.plan.overlap:  # nothing to take turns with
+            started += self.scoring.take_unjudged()
+            started += self.evaluation.take_unjudged()
         while action := self._next_action():
             self._start(action)
             started.append(action)
@@ -138,6 +143,8 @@ class Scheduler:
         match event:
             case SampleFinished():
                 self._sample_finished(event)
+            case SampleJudged():
+                self._sample_judged(event)
             case EvaluationSampled():
                 self._evaluation_sampled(event)
             case _:
@@ -165,7 +172,7 @@ class Scheduler:
             yield from self._evaluating(first=True)
         group = self.membership.next_group
         if group is not None and (engine := self.engines.able(self.membership.may_admit)) is not None:
-            yield Admit(engine, group, self.membership.prompt_step(group))
+            yield Admit(engine, group, self.membership.expected_step)
         if held_out:
             yield from self._evaluating(first=False)
 
@@ -187,15 +194,10 @@ class Scheduler:
                 return
 
     def _scoring(self) -> Iterator[Action]:
-        for part, worker in sorted(self._old_snapshots):
-            if (self.plan.parts[part].group, worker) not in self._busy_workers:
-                yield InstallSnapshot(part, worker, self._published)
-        for part, waiting in enumerate(self._to_score):
-            # The first in line is of the oldest step; while no snapshot fits it, none fits those behind it.
-            free = self._free_worker(part, waiting[0].step) if waiting else None
-            if free is not None:
-                yield Score(part, free, waiting[0], self._micro_batches[waiting[0]].samples)
-            elif not waiting and not self.evaluation.finished:
+        yield from self.scoring.to_judge[:1] or self.evaluation.to_judge[:1]
+        yield from self.scoring.due()
+        if not self.evaluation.finished:
+            for part in self.scoring.without_work():
                 yield from self._scoring_evaluation(part)
 
     def _scoring_evaluation(self, part: int) -> Iterator[Action]:
@@ -203,19 +205,11 @@ class Scheduler:
         the engines), they wait too, unless such a time never comes."""
         plan, group = self.plan, self.plan.parts[part].group
         never = plan.max_staleness > 0 or not plan.overlap or group in [line.group for line in plan.train_groups]
-        if not never and (self.engines.sampling or self._micro_batches):
-            return
-        for worker in range(plan.part_workers[part]):
-            if (group, worker) not in self._busy_workers and (action := self.evaluation.to_score(part, worker)):
-                yield action
-                return
-
-    def _free_worker(self, part: int, step: int) -> int | None:
-        for worker in range(self.plan.part_workers[part]):
-            free = (self.plan.parts[part].group, worker) not in self._busy_workers
-            if free and self._snapshot_version.get((part, worker), step) == step:
-                return worker
-        return None
+        if never or not (self.engines.sampling or self.scoring.micro_batches):
+            for worker in self.scoring.free_workers(part):
+                if action := self.evaluation.to_score(part, worker):
+                    yield action
+                    return
 
     def _training(self) -> Iterator[Action]:
         for line in self._lines:
@@ -233,17 +227,15 @@ class Scheduler:
                     self._open_step(step)
             case InstallEngine(engine, version):
                 self.engines.install(engine, version)
-            case InstallSnapshot(part, worker, _):
-                self._busy_workers.add((self.plan.parts[part].group, worker))
             case Evaluate(engine, _, _):
                 self.evaluation.start(action)
                 self.engines.evaluate(engine, self.plan.evaluation.samples_per_prompt)  # type: ignore[union-attr]
-            case ScoreEvaluation(part, worker, _, _):
-                self.evaluation.start_score(action)
-                self._busy_workers.add((self.plan.parts[part].group, worker))
-            case Score(part, worker, _, _):
-                heapq.heappop(self._to_score[part])
-                self._busy_workers.add((self.plan.parts[part].group, worker))
+            case Judge(_, version):
+                (self.scoring if version is None else self.evaluation).to_judge.remove(action)
+            case InstallSnapshot() | Score() | ScoreEvaluation():
+                self.scoring.start(action)
+                if isinstance(action, ScoreEvaluation):
+                    self.evaluation.start_score(action)
             case Train() | Update() | Publish() | Checkpoint() | Finish():
                 self._lines[action.train_group].start(action)
 
@@ -251,8 +243,11 @@ class Scheduler:
         if step not in self._updates:
             plan = self.plan
             total = plan.step_groups[step] * plan.samples_per_group
-            samples = None if self.membership.by_completion else self.membership.samples(step)
-            self._updates[step] = cut_into_updates(step, total, plan.samples_per_update, plan.micro_batch_size, plan.order, samples)
+            # Of dynamic sampling in prompt order the groups come in their order, once they are certain.
+            by_arrival = self.membership.by_completion or self.membership.dynamic
+            samples = None if by_arrival else self.membership.samples(step)
+            order: Literal["prompt", "completion"] = "completion" if by_arrival else plan.order
+            self._updates[step] = cut_into_updates(step, total, plan.samples_per_update, plan.micro_batch_size, order, samples)
 
     def _sample_finished(self, event: SampleFinished) -> None:
         group = event.id.group
@@ -261,6 +256,11 @@ class Scheduler:
             # An Admit takes one turn, however many samples it brings.
             self._turns.end(self.plan.resource(self.plan.rollout_group))
         self._oldest[group] = min(event.oldest_version, self._oldest.get(group, event.oldest_version))
+        if self.plan.judged:
+            self.scoring.judge(event.id)
+        if self.membership.dynamic:
+            self._group_samples.setdefault(group, []).append(event.id)
+            return
         step = self.membership.step_of(group)
         # In completion order micro-batches are filled as samples come. Where training waits for whole groups they are filled by
         # groups, or each would hold samples of all groups in the engines and wait for the last of them.
@@ -272,25 +272,51 @@ class Scheduler:
         if whole:
             self._group_finished(group)
 
+    def _sample_judged(self, event: SampleJudged) -> None:
+        if not self.plan.overlap:
+            self._turns.end(self.plan.resource(REWARDS))
+        if event.version is not None:
+            self.evaluation.judged(event)
+            return
+        self.scoring.judged(event.id)
+        if self.membership.dynamic:
+            group = event.id.group
+            self._judged[group] += 1
+            if self._judged[group] == self.plan.samples_per_group:
+                del self._judged[group]
+                self._group_judged(group, event.equal)
+
+    def _group_judged(self, group: int, equal: bool) -> None:
+        """Dynamic sampling: some groups are certain now to stay, or to be left out."""
+        kept, dropped = self.membership.judged(group, equal)
+        for out, step in dropped:
+            self._dropped.append(Drop(out, step))
+            del self._group_samples[out], self._oldest[out]
+            self.engines.group_dropped()
+        for stays, step in kept:
+            self._enter(stays, step)
+
     def _group_finished(self, group: int) -> None:
-        step = self.membership.finish(group)
+        self._enter(group, self.membership.finish(group))
+
+    def _enter(self, group: int, step: int) -> None:
+        """A group's step is known, and all its samples are there."""
         staleness = step - self._oldest.pop(group)
         assert 0 <= staleness <= self.plan.max_staleness, f"group {group}: staleness {staleness} is out of bounds"
         self._open_step(step)
-        self._place(step, self._group_samples.pop(group, []))
+        samples = self._group_samples.pop(group, [])
+        self._place(step, sorted(samples) if self.membership.dynamic else samples)
 
     def _place(self, step: int, samples: list[SampleId]) -> None:
         """Finished samples enter the updates of their step."""
         for sample in samples:
-            if self.membership.by_completion:
+            if self.membership.by_completion or self.membership.dynamic:
                 batcher = next(batcher for batcher in self._updates[step] if not batcher.full)
             else:
                 batcher = self._updates[step][self.membership.place(sample) // self.plan.samples_per_update]
             micro_batch = batcher.finish(sample)
             if micro_batch is not None:
-                self._micro_batches[micro_batch.key] = micro_batch
-                for waiting in self._to_score:
-                    heapq.heappush(waiting, micro_batch.key)
+                self.scoring.add(micro_batch)
 
     def _evaluation_sampled(self, event: EvaluationSampled) -> None:
         self.engines.evaluated(event.engine, event.version)
@@ -301,26 +327,16 @@ class Scheduler:
         if not isinstance(action, (Prepare, CloseEvaluation)):
             self._turns.end(self._resource(action))
         match action:
-            case Score(part, worker, key, _):
-                self._busy_workers.discard((self.plan.parts[part].group, worker))
-                micro_batch = self._micro_batches[key]
-                micro_batch.scored.add(part)
-                if len(micro_batch.scored) == len(self.plan.parts):
-                    self._to_prepare.append(self._micro_batches.pop(key))
-            case InstallSnapshot(part, worker, version):
-                self._busy_workers.discard((self.plan.parts[part].group, worker))
-                self._snapshot_version[part, worker] = version
-                if version == self._published:
-                    self._old_snapshots.discard((part, worker))
+            case Score() | InstallSnapshot() | ScoreEvaluation():
+                self.scoring.done(action)
+                if isinstance(action, ScoreEvaluation):
+                    self.evaluation.scored(action)
             case InstallEngine(engine, version):
                 self.engines.installed(engine, version, self._published)
-            case ScoreEvaluation(part, worker, _, _):
-                self._busy_workers.discard((self.plan.parts[part].group, worker))
-                self.evaluation.scored(action)
             case CloseEvaluation():
                 self.evaluation.closed(action)
-            case Admit() | Evaluate():
-                raise AssertionError("an Admit is answered by its samples")
+            case Admit() | Evaluate() | Judge() | Drop():
+                raise AssertionError("answered by samples, or by nothing")
             case Prepare() | Train() | Update() | Publish() | Checkpoint() | Finish():
                 line = self._lines[action.train_group]
                 line.done(action, len(self._updates.get(line.step, ())))
@@ -335,7 +351,7 @@ class Scheduler:
                     self._published = version
                     self.evaluation.open(version)
                     self.engines.published()
-                    self._old_snapshots = set(self._snapshot_version)
+                    self.scoring.published(version)
             case Finish(_, step):
                 self._finishing[step] += 1
                 if self._finishing[step] == len(self._lines):
@@ -349,7 +365,9 @@ class Scheduler:
                 return self.plan.resource(self.plan.rollout_group)
             case Score(part, _, _, _) | InstallSnapshot(part, _, _) | ScoreEvaluation(part, _, _, _):
                 return self.plan.resource(self.plan.parts[part].group)
-            case CloseEvaluation():
+            case Judge():
+                return self.plan.resource(REWARDS)
+            case CloseEvaluation() | Drop():
                 raise AssertionError("needs no resource")
             case _:
                 return self.plan.resource(self.plan.train_groups[action.train_group].group)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from conveyor.config import OnlineRecipe
-from conveyor.config.recipe import broken_rules
+from conveyor.config.rules import broken_rules
 from conveyor.plan.lengths import LengthFacts
 from conveyor.plan.predict import CostSource
 
@@ -34,16 +34,18 @@ def candidates(
 
 
 def _splits(recipe: OnlineRecipe, devices: int, tensor_parallel: Sequence[int]) -> Iterator[OnlineRecipe]:
-    """All devices are used: what score and train leave is rollout's."""
+    """All devices are used: what score and train leave is rollout's. A recipe that scores with no model has no score devices."""
+    scores = bool(recipe.score_roles or recipe.snapshot_roles)
+    with_train = {"score": "train"} if scores else {}
     if 1 in tensor_parallel:
-        yield _placed(recipe, {"train": devices}, {"rollout": "train", "score": "train"}, 1)
+        yield _placed(recipe, {"train": devices}, {"rollout": "train", **with_train}, 1)
     for train in _counts(devices - 1):
-        for score in (0, *_counts(devices - train - 1)):
+        for score in (0, *(_counts(devices - train - 1) if scores else ())):
             rollout = devices - train - score
             for width in tensor_parallel:
                 if rollout % width == 0:
                     groups = {"rollout": rollout, "score": score, "train": train}
-                    yield _placed(recipe, {g: n for g, n in groups.items() if n}, {} if score else {"score": "train"}, width)
+                    yield _placed(recipe, {g: n for g, n in groups.items() if n}, {} if score else with_train, width)
 
 
 def _counts(most: int) -> list[int]:
@@ -65,14 +67,14 @@ def _micro_batch_sizes(recipe: OnlineRecipe, ranks: int) -> list[int]:
 
 def _concurrencies(recipe: OnlineRecipe, source: CostSource, lengths: LengthFacts, engines: int) -> list[int]:
     """The recipe's own, halved too (waves: first micro-batches come earlier); where memory is known, instead all that fits."""
-    n, most = recipe.rollout.n_samples_per_prompt, recipe.rollout.max_concurrent_requests
+    n, most = recipe.samples_per_group, recipe.rollout.max_concurrent_requests
     table = next((t for t in source.memory(recipe, lengths) if t.group == recipe.role_group("rollout")), None)
     if table is not None:
         cache = table.items["KV cache"]
         most = min(LARGEST_CONCURRENCY, int((table.limit - table.total + cache) / (cache / most)))
     # More than an engine's share of the samples in flight changes nothing.
     most = min(most, -(-recipe.samples_per_step * (recipe.pipeline.max_staleness + 1) // engines))
-    least = n if recipe.evaluate is None else max(n, recipe.evaluate.n_samples_per_prompt)
+    least = n if recipe.evaluate is None else max(n, recipe.evaluate.n_samples_per_prompt + recipe.evaluate.greedy)
     found = {max(size, least) // n * n for size in (most, most // 2, most // 4)}
     # Where not even one group fits, the check of memory says so.
     return sorted(size for size in found if size >= least) or [-(-least // n) * n]

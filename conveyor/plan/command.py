@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", type=int, metavar="TOKENS", help="length of a prompt; default: the run's, or half of data.max_prompt_length"
     )
+    parser.add_argument(
+        "--judge-seconds", type=float, metavar="S",
+        help="what rewards that are functions or urls take for a sample; default: as in the run, or 0",
+    )  # fmt: skip
+    parser.add_argument(
+        "--equal-groups", type=float, metavar="SHARE",
+        help="dynamic sampling: share of the groups whose rewards are all equal; default: that of the run, or 0",
+    )  # fmt: skip
     parser.add_argument("--write", metavar="PATH", help="write the recipe with the best placement")
     parser.add_argument("--validate", metavar="RUN", help="predict a run from its own costs, and compare with what was measured")
 
@@ -54,6 +63,7 @@ def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     recipe = load_recipe(known.recipe, overrides)
     if not isinstance(recipe, OnlineRecipe):
         raise UserError(f"{known.recipe}: {recipe.method} has no stages to plan; it trains on all devices it is given")
+    _check_judging(known, recipe)
     if known.write:
         _check_writable(Path(known.write))
     source, devices, widths = _source(known, recipe)
@@ -73,7 +83,7 @@ def _source(known: argparse.Namespace, recipe: OnlineRecipe) -> tuple[CostSource
         raise UserError(f"plan: {which}: --profile RUN (fits a run's events) or --model 70b --gpu h100 --gpus 32 (data sheet)")
     given = known.gpus if known.gpus is not None else int(sum((recipe.devices or {}).values())) or None
     if known.profile is not None:
-        profile = Profile.of(read_run(known.profile))
+        profile = Profile.of(read_run(known.profile), known.judge_seconds)
         measured = profile.run.recipe
         there = sum((measured.devices or profile.run.devices).values())
         return profile, _checked(int(there) if given is None else given), (measured.rollout.tensor_parallel_size,)
@@ -81,7 +91,20 @@ def _source(known: argparse.Namespace, recipe: OnlineRecipe) -> tuple[CostSource
     kind = gpu(known.gpu)
     widths = tuple(width for width in (1, 2, 4, 8) if width <= kind.node_size and policy.heads % width == 0)
     rewards = model_shape(known.reward_model, "--reward-model") if known.reward_model else policy
-    return Roofline(Shapes(policy, rewards), kind), _checked(given), widths
+    return Roofline(Shapes(policy, rewards), kind, known.judge_seconds or 0.0), _checked(given), widths
+
+
+def _check_judging(known: argparse.Namespace, recipe: OnlineRecipe) -> None:
+    if known.judge_seconds is not None:
+        if not recipe.judged_rewards:
+            raise UserError("--judge-seconds: the recipe has no reward that is a function or url")
+        if not 0 <= known.judge_seconds < math.inf:
+            raise UserError(f"--judge-seconds: {known.judge_seconds:g}: must be 0 or more")
+    if known.equal_groups is not None:
+        if not recipe.rollout.dynamic_sampling:
+            raise UserError("--equal-groups: the recipe has no rollout.dynamic_sampling")
+        if not 0 <= known.equal_groups <= 1:
+            raise UserError(f"--equal-groups: {known.equal_groups:g}: must be from 0 to 1")
 
 
 def _checked(devices: int | None) -> int:
@@ -94,20 +117,22 @@ def _checked(devices: int | None) -> int:
 def _workload(known: argparse.Namespace, recipe: OnlineRecipe, source: CostSource) -> tuple[Workload, str]:
     """Sizes of as many steps as any simulation has, and what they are, in words."""
     steps = simulated_steps(max(MOST_STALENESS, recipe.pipeline.max_staleness))
-    groups, n, longest = steps * recipe.train.rollout_batch_size, recipe.rollout.n_samples_per_prompt, recipe.rollout.max_response_length
+    groups, n, longest = steps * recipe.train.rollout_batch_size, recipe.samples_per_group, recipe.rollout.max_response_length
     recorded = source.run.workload if isinstance(source, Profile) else None
     usual = round(recorded.facts.prompt) if recorded else max(1, recipe.data.max_prompt_length // 2)
     usual = min(usual, recipe.data.max_prompt_length)
     prompt = usual if known.prompt is None else known.prompt
     if not 1 <= prompt <= recipe.data.max_prompt_length:
         raise UserError(f"--prompt: {prompt}: must be from 1 to data.max_prompt_length ({recipe.data.max_prompt_length})")
+    equal = (recorded.equal_share if recorded else 0.0) if known.equal_groups is None else known.equal_groups
     if recorded is not None and known.lengths is None:
         drawn = np.random.default_rng(recipe.seed).choice(recorded.responses.ravel(), size=(groups, n))
-        return Workload(drawn, np.full(groups, prompt)), f"responses drawn from the run's (mean {recorded.facts.response:.4g} tokens)"
+        words = f"responses drawn from the run's (mean {recorded.facts.response:.4g} tokens)"
+        return Workload(drawn, np.full(groups, prompt), equal), words
     text = f"lognormal:mean={max(1.0, longest / 4):g},sigma=0.8" if known.lengths is None else known.lengths
     law = parse_lengths(text, cap=longest)
     assumed = "assumed " if known.lengths is None else ""
-    return Workload.draw(law, groups, n, prompt, recipe.seed), f"{assumed}responses {text}, prompts of {prompt} tokens"
+    return Workload.draw(law, groups, n, prompt, recipe.seed, equal), f"{assumed}responses {text}, prompts of {prompt} tokens"
 
 
 # ── what is shown ────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +169,9 @@ def _row(prediction: Prediction) -> list[Cell]:
 
 def placement(recipe: OnlineRecipe) -> str:
     """Such as `rollout 24 · train 8 (+ score)`: what else lies on a group stands behind it."""
-    names = {"rollout": recipe.role_group("rollout"), "score": recipe.roles.get("score", "score"), "train": recipe.role_group("actor")}
+    names = {"rollout": recipe.role_group("rollout"), "train": recipe.role_group("actor")}
+    if recipe.score_roles or recipe.snapshot_roles:
+        names["score"] = recipe.roles.get("score", "score")
     parts = []
     for group, count in (recipe.devices or {}).items():
         others = [stage for stage, place in names.items() if place == group and stage != group]

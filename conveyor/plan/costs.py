@@ -8,7 +8,13 @@ from typing import Protocol
 
 from conveyor.pipeline.run_plan import ScorePart, TrainGroup
 from conveyor.plan.engines import EngineModel
-from conveyor.plan.lengths import Size
+from conveyor.plan.lengths import Size, drawn_for
+from conveyor.types import SampleId
+
+
+def installed_roles(part: ScorePart) -> tuple[str, ...]:
+    """Roles of a part that take published weights: snapshots, and a reference that is refreshed."""
+    return tuple(role for role in part.roles if role.endswith("_snapshot") or (role == "reference" and part.refresh is not None))
 
 
 class CostModel(Protocol):
@@ -22,6 +28,9 @@ class CostModel(Protocol):
         """From the end of a task to the start of the one that the driver sends for it."""
 
     def score(self, part: ScorePart, samples: Sequence[Size]) -> float: ...
+
+    def judge(self, sample: SampleId) -> float:
+        """From when functions and urls get a sample until the last has answered."""
 
     def prepare(self, group: TrainGroup, samples: Sequence[Size]) -> float: ...
 
@@ -89,9 +98,16 @@ class TaskCosts:
     snapshot_install: float = 0.0
     """Of all snapshots of a part together."""
     latency: float = 0.0
+    reference_install: float = 0.0
+    """Of a reference that is refreshed."""
+    judging: Sequence[float] = (0.0,)
+    """Of functions and urls: each sample takes one of these, drawn by its name."""
 
     def score(self, part: ScorePart, samples: Sequence[Size]) -> float:
         return self.scorers["+".join(part.roles)](samples)
+
+    def judge(self, sample: SampleId) -> float:
+        return self.judging[int(drawn_for(*sample) * len(self.judging))]
 
     def prepare(self, group: TrainGroup, samples: Sequence[Size]) -> float:
         return self._trainer(group).prepare(samples)
@@ -109,7 +125,7 @@ class TaskCosts:
         return self.engine_install
 
     def install_snapshot(self, part: ScorePart) -> float:
-        return self.snapshot_install
+        return self.snapshot_install if part.refresh is None else self.reference_install
 
     def checkpoint(self, group: TrainGroup) -> float:
         return self._trainer(group).checkpoint

@@ -1,4 +1,7 @@
-"""How long a step takes, roughly and at once: to order placements by, before any is simulated."""
+"""How long a step takes, roughly and at once: to order placements by, before any is simulated.
+
+Left out: judging by functions and urls, which takes no device and so is the same for all.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from conveyor.config import OnlineRecipe
+from conveyor.pipeline.run_plan import RunPlan
 from conveyor.plan.costs import CostModel
 from conveyor.plan.engines import Iterations
 from conveyor.plan.lengths import LengthFacts, Workload
@@ -56,20 +60,29 @@ def stage_seconds(recipe: OnlineRecipe, source: CostSource, workload: Workload) 
     for group in plan.train_groups:
         groups[group.group] += costs.train(group, sample) * batches * plan.update_epochs + costs.update(group) * (updates - 1)
     closing = max(costs.update(group) + costs.publish(group) for group in plan.train_groups) + costs.install_engine()
-    sampling, longest = _rollout_seconds(recipe, costs, workload.facts, plan.engines)
+    sampled = _sampled_share(plan, workload)
+    sampling, longest = _rollout_seconds(recipe, costs, workload.facts, plan.engines / sampled)
     overlap, barrier = recipe.pipeline.overlap, recipe.needs_barrier and updates == plan.update_epochs
     return StageSeconds(
         dict(groups), plan.rollout_group, sampling, longest, closing, batches, streams=overlap and not barrier, overlap=overlap
     )
 
 
-def _rollout_seconds(recipe: OnlineRecipe, costs: CostModel, lengths: LengthFacts, engines: int) -> tuple[float, float]:
+def _sampled_share(plan: RunPlan, workload: Workload) -> float:
+    """Groups sampled for each that is trained: more than one where dynamic sampling leaves some out."""
+    if plan.groups_sampled_at_most is None:
+        return 1.0
+    limit = plan.groups_sampled_at_most / plan.step_groups[0]
+    return limit if workload.equal_share >= 1 else min(limit, 1 / (1 - workload.equal_share))
+
+
+def _rollout_seconds(recipe: OnlineRecipe, costs: CostModel, lengths: LengthFacts, engines: float) -> tuple[float, float]:
     """(seconds to sample a step with full engines, seconds of its longest sample)."""
     model = costs.engine
     assert isinstance(model, Iterations), "only engines that iterate can be estimated"
     share = recipe.samples_per_step / engines
     running = min(float(recipe.rollout.max_concurrent_requests), share)
     an_iteration = model.seconds(running, running * lengths.resident)
-    prompts = share / recipe.rollout.n_samples_per_prompt * lengths.prompt * model.per_prompt_token
+    prompts = share / recipe.samples_per_group * lengths.prompt * model.per_prompt_token
     sampling = share * lengths.response / running * an_iteration + prompts
     return sampling, (lengths.longest - lengths.prompt) * model.seconds(running / 2, running / 2 * lengths.resident)

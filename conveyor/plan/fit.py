@@ -4,6 +4,7 @@
 |----------------------------------|------------------------------------------------------------------------------------------|
 | score, prepare, train            | seconds against tokens (or samples) of each micro-batch, on its slowest rank             |
 | update, publish, install, …      | mean seconds                                                                             |
+| judge                            | all of them: each sample of a simulation takes one                                       |
 | latency                          | gaps before updates and publishes                                                        |
 | engine                           | a sample of R tokens stays for R iterations and the rest of the one it comes in; one     |
 |                                  | with r samples running takes a + b · r                                                   |
@@ -29,7 +30,7 @@ from conveyor.plan.lengths import LengthFacts
 from conveyor.plan.memory import GroupMemory
 from conveyor.plan.record import RunRecord
 from conveyor.plan.simulate import Steady, simulate, steady
-from conveyor.report.events import Event
+from conveyor.report.events import JUDGE, Event
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
@@ -50,8 +51,10 @@ def fit(run: RunRecord) -> TaskCosts:
         scorers=scorers,
         trainers=trainers,
         engine_install=_a_step(event for event in events if event.task == "install" and event.role == "rollout"),
-        snapshot_install=_a_step(event for event in events if event.task == "install" and event.role != "rollout"),
+        snapshot_install=_a_step(event for event in events if event.task == "install" and event.role.endswith("_snapshot")),
+        reference_install=_a_step(event for event in events if event.task == "install" and event.role == "reference"),
         latency=_latency(events),
+        judging=tuple(event.end - event.start for event in events if event.task == JUDGE),
     )
 
 
@@ -225,8 +228,10 @@ class Profile:
     fitted: TaskCosts
 
     @classmethod
-    def of(cls, run: RunRecord) -> Profile:
-        return cls(run, fit(run))
+    def of(cls, run: RunRecord, judge_seconds: float | None = None) -> Profile:
+        """judge_seconds: what functions and urls take for a sample, if not as long as in the run."""
+        fitted = fit(run)
+        return cls(run, fitted if judge_seconds is None else replace(fitted, judging=(judge_seconds,)))
 
     def costs(self, recipe: OnlineRecipe) -> TaskCosts:
         """Raises UserError where the recipe has a role that the run had not."""
@@ -254,6 +259,8 @@ def for_parts(costs: TaskCosts, recipe: OnlineRecipe) -> TaskCosts:
     for joined, cost in costs.scorers.items():
         names = joined.split("+")
         roles |= {name: cost.times(1 / len(names)) for name in names}
+    if recipe.judged_rewards and not costs.judging:
+        raise UserError("--profile: the run tells nothing of rewards that are functions or urls; say how long they take (--judge-seconds)")
     parts = (part.roles for part in score_parts(recipe))
     return replace(costs, scorers={"+".join(names): _sum(_known(roles, name) for name in names) for names in parts})
 

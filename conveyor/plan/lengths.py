@@ -1,7 +1,8 @@
-"""How long prompts and responses are: what a simulation needs to know of the samples."""
+"""How long prompts and responses are, and which groups have equal rewards: what a simulation needs to know of the samples."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,29 +39,38 @@ class LengthFacts:
     """Prompt and response of the longest sample."""
 
 
+def drawn_for(*numbers: int) -> float:
+    """A number from 0 to 1, without 1, which looks random and follows from the numbers alone, whatever else is drawn."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=6).digest()) / 2**48
+
+
 class Workload:
     """The samples of a run.
 
     Example: `Workload.draw("uniform:low=10,high=90", groups=64, samples_per_group=8, prompt=200)`.
     """
 
-    def __init__(self, responses: NDArray[np.int64], prompts: NDArray[np.int64]) -> None:
+    def __init__(self, responses: NDArray[np.int64], prompts: NDArray[np.int64], equal: float | frozenset[int] = 0.0) -> None:
         """Args:
-        responses: [groups, samples a group] tokens, at least 1; groups are counted through all steps.
+        responses: [groups, samples a group] tokens, at least 1; groups are counted through all steps. Groups beyond them, which dynamic
+            sampling may come to, have the sizes of these in turn.
         prompts: [groups] tokens.
+        equal: groups whose rewards are all equal: a share of all (drawn by group, always the same ones), or which.
         """
         assert responses.ndim == 2 and prompts.shape == responses.shape[:1], "one prompt a group, one row of responses a prompt"
         assert responses.size == 0 or responses.min() >= 1, "a response has at least one token"
-        self.responses, self.prompts = responses, prompts
+        self.responses, self.prompts, self._equal = responses, prompts, equal
         # Plain lists: reading single numbers out of an array is several times slower.
         self._sizes = [[Size(p, r) for r in row] for p, row in zip(prompts.tolist(), responses.tolist(), strict=True)]
 
     @classmethod
-    def draw(cls, lengths: str | Lengths, groups: int, samples_per_group: int, prompt: int = 128, seed: int = 0) -> Workload:
+    def draw(
+        cls, lengths: str | Lengths, groups: int, samples_per_group: int, prompt: int = 128, seed: int = 0, equal: float = 0.0
+    ) -> Workload:
         """Responses drawn independently; every prompt has `prompt` tokens. The same seed gives the same lengths."""
         law = parse_lengths(lengths) if isinstance(lengths, str) else lengths
         drawn = law.draw(groups * samples_per_group, np.random.default_rng(seed))
-        return cls(drawn.reshape(groups, samples_per_group), np.full(groups, prompt, dtype=np.int64))
+        return cls(drawn.reshape(groups, samples_per_group), np.full(groups, prompt, dtype=np.int64), equal)
 
     @cached_property
     def facts(self) -> LengthFacts:
@@ -68,14 +78,26 @@ class Workload:
         resident = (responses**2).sum() / (2 * responses.sum())
         return LengthFacts(prompt, float(responses.mean()), prompt + float(resident), int(self.prompts.max() + self.responses.max()))
 
+    @property
+    def equal_share(self) -> float:
+        """Of the groups, those whose rewards are all equal."""
+        return len(self._equal) / len(self._sizes) if isinstance(self._equal, frozenset) else self._equal
+
+    def equal(self, group: int) -> bool:
+        """Whether a group's rewards are all equal."""
+        if isinstance(self._equal, frozenset):
+            return group % len(self._sizes) in self._equal
+        return drawn_for(group) < self._equal
+
     def at(self, group: int, sample: int) -> Size:
-        return self._sizes[group][sample]
+        return self._sizes[group % len(self._sizes)][sample]
 
     def size(self, sample: SampleId) -> Size:
-        return self._sizes[sample.group][sample.sample]
+        return self.at(sample.group, sample.sample)
 
     def sizes(self, samples: Sequence[SampleId]) -> list[Size]:
-        return [self._sizes[sample.group][sample.sample] for sample in samples]
+        known, count = self._sizes, len(self._sizes)
+        return [known[group % count][number] for group, number in samples]
 
 
 @dataclass(frozen=True, slots=True)

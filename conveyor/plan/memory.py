@@ -94,11 +94,8 @@ def engine_bytes(recipe: OnlineRecipe) -> int:
 
 
 def scored_roles(recipe: OnlineRecipe, group: str) -> tuple[str, ...]:
-    """Roles of the score stage on a group that hold a model."""
-    functions = {reward.name for reward in recipe.rewards if reward.function is not None}
-    return tuple(
-        role for role in (*recipe.score_roles, *recipe.snapshot_roles) if role not in functions and recipe.role_group(role) == group
-    )
+    """Roles of the score stage on a group."""
+    return tuple(role for role in (*recipe.score_roles, *recipe.snapshot_roles) if recipe.role_group(role) == group)
 
 
 def score_shards(recipe: OnlineRecipe, shapes: Shapes, gpu: GPU, group: str) -> int:

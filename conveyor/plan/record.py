@@ -14,11 +14,12 @@ import yaml
 from conveyor.config import OnlineRecipe, UserError, parse_recipe
 from conveyor.pipeline.run_plan import RunPlan, run_plan
 from conveyor.plan.lengths import Size, Workload
-from conveyor.report.events import Event, read_events
+from conveyor.report.events import JUDGE, Event, is_held_out, read_events
 from conveyor.report.jsonl import read_objects
 from conveyor.report.summary import read_config
+from conveyor.report.timeline import devices
 
-TASKS = frozenset({"rollout", "score", "prepare", "train", "update", "publish", "install", "checkpoint"})
+TASKS = frozenset({"rollout", JUDGE, "score", "prepare", "train", "update", "publish", "install", "checkpoint"})
 """What is simulated. Evaluations, which fill bubbles, are not."""
 
 
@@ -35,10 +36,7 @@ class RunRecord:
     @cached_property
     def devices(self) -> dict[str, int]:
         """Device group → its devices: those that anything happened on, counted as workers of one kind."""
-        places: dict[str, set[str]] = defaultdict(set)
-        for event in self.events:
-            places[event.group].add(event.place)
-        return {group: len(seen) for group, seen in places.items()}
+        return devices(self.events)
 
     @cached_property
     def micro_batches(self) -> dict[tuple[int, int], list[Size]]:
@@ -83,10 +81,12 @@ def read_run(folder: str | Path) -> RunRecord:
     if not any(event.samples for event in events):
         raise UserError(f"{path}: its events do not name their samples; run it again with this version")
     try:
-        step_groups, workload = _samples(rows, tokens, recipe.rollout.n_samples_per_prompt)
+        step_groups, workload = _samples(rows, tokens, recipe.samples_per_group)
+        kept = [event for event in events if event.step <= len(step_groups) and event.task in TASKS and not is_held_out(event)]
+        workload = _with_dropped(workload, kept)
     except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
-        raise UserError(f"{path}: samples.jsonl and metrics.jsonl do not fit together ({type(error).__name__}: {error})") from None
-    kept = [event for event in events if event.step <= len(step_groups) and event.task in TASKS]
+        files = "samples.jsonl, metrics.jsonl and events.jsonl"
+        raise UserError(f"{path}: {files} do not fit together ({type(error).__name__}: {error})") from None
     record = RunRecord(recipe, kept, workload, step_groups)
     placed = {recipe.role_group(role) for role in recipe.placed_roles}
     if missing := sorted(placed - record.devices.keys()):
@@ -111,3 +111,21 @@ def _samples(rows: list[dict[str, Any]], tokens: dict[int, int], n: int) -> tupl
         responses[row["group"], row["sample"]], prompts[row["group"]] = max(1, response), max(1, prompt)
     steps = range(1, max(groups) + 1)
     return tuple(len(groups[step]) for step in steps), Workload(responses, prompts)
+
+
+def _with_dropped(workload: Workload, events: list[Event]) -> Workload:
+    """With the groups that dynamic sampling left out. They have no rows: their responses are taken to be as long as at the mean pace of
+    the others is sampled in the time that they were in an engine."""
+    trained = {sample for event in events if event.task == "prepare" for sample in event.samples}
+    spans = {sample: event.end - event.start for event in events if event.task == "rollout" for sample in event.samples}
+    judged = {sample for event in events if event.task == JUDGE for sample in event.samples}
+    dropped = {sample: seconds for sample, seconds in spans.items() if sample in judged - trained}
+    if not dropped:
+        return workload
+    pace = sum(workload.at(*sample).response for sample in trained & spans.keys()) / sum(spans[sample] for sample in trained & spans.keys())
+    count, (groups, n) = 1 + max(group for group, _ in (*trained, *dropped)), workload.responses.shape
+    responses, prompts = np.ones((max(count, groups), n), dtype=np.int64), np.full(max(count, groups), round(workload.facts.prompt))
+    responses[:groups], prompts[:groups] = workload.responses, workload.prompts
+    for (group, sample), seconds in dropped.items():
+        responses[group, sample] = max(1, round(seconds * pace))
+    return Workload(responses, prompts, frozenset(group for group, _ in dropped))

@@ -1,8 +1,11 @@
 """Costs from first principles: a task takes as long as its arithmetic, its memory traffic or its communication, whichever is longest.
 
 The idea is the roofline model's (Williams, Waterman, Patterson 2009); for transformers see Kaplan et al. 2020 (arithmetic), Pope et al.
-2022 (decoding) and Rajbhandari et al. 2020 (ZeRO's communication). How much of the data sheet programs get: `hardware.py`. Reward
-functions in Python cost nothing here. Weights travel by NCCL; over Ray's object store they take longer.
+2022 (decoding) and Rajbhandari et al. 2020 (ZeRO's communication). How much of the data sheet programs get: `hardware.py`. Weights
+travel by NCCL; over Ray's object store they take longer.
+
+Left out: the rows of `ptx`, which are few beside the samples of an update; the first steps of `train.critic_warmup_steps`, in which the
+actor is not trained; and that a teacher (`reference`) may be larger than the policy.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from functools import cached_property
 from conveyor.config import OnlineRecipe
 from conveyor.pipeline.run_plan import ScorePart, TrainGroup
 from conveyor.plan import hardware
+from conveyor.plan.costs import installed_roles
 from conveyor.plan.engines import Iterations
 from conveyor.plan.hardware import GPU
 from conveyor.plan.lengths import LengthFacts, Size
 from conveyor.plan.memory import BYTES, GroupMemory, Shapes, apart_gradients, engine_bytes, group_memory, score_shards
 from conveyor.plan.models import ModelShape
+from conveyor.types import SampleId
 
 CHECKPOINT_BANDWIDTH = 1e9
 """Bytes/s that a rank writes to disk."""
@@ -30,9 +35,11 @@ class Roofline:
 
     shapes: Shapes
     gpu: GPU
+    judge_seconds: float = 0.0
+    """Of functions and urls, a sample: no data sheet tells."""
 
     def costs(self, recipe: OnlineRecipe) -> RooflineCosts:
-        return RooflineCosts(recipe, self.shapes, self.gpu)
+        return RooflineCosts(recipe, self.shapes, self.gpu, judge_seconds=self.judge_seconds)
 
     def shards(self, recipe: OnlineRecipe, group: str) -> int:
         return score_shards(recipe, self.shapes, self.gpu, group)
@@ -49,6 +56,7 @@ class RooflineCosts:
     shapes: Shapes
     gpu: GPU
     latency: float = hardware.LATENCY_SECONDS
+    judge_seconds: float = 0.0
 
     @property
     def devices(self) -> dict[str, int]:
@@ -80,9 +88,11 @@ class RooflineCosts:
     # ── score ────────────────────────────────────────────────────────────────────────────────────
 
     def score(self, part: ScorePart, samples: Sequence[Size]) -> float:
-        functions = {reward.name for reward in self.recipe.rewards if reward.function is not None}
         shards = score_shards(self.recipe, self.shapes, self.gpu, part.group)
-        return hardware.TASK_SECONDS + sum(self._forward(role, samples, shards) for role in part.roles if role not in functions)
+        return hardware.TASK_SECONDS + sum(self._forward(role, samples, shards) for role in part.roles)
+
+    def judge(self, sample: SampleId) -> float:
+        return self.judge_seconds
 
     def _forward(self, role: str, samples: Sequence[Size], shards: int) -> float:
         """Weights spread over several GPUs are fetched a layer at a time."""
@@ -159,7 +169,7 @@ class RooflineCosts:
 
     def install_snapshot(self, part: ScorePart) -> float:
         """Snapshots are received one after the other."""
-        return sum(self._broadcast(self.shapes.of(role)) for role in part.roles if role.endswith("_snapshot"))
+        return sum(self._broadcast(self.shapes.of(role)) for role in installed_roles(part))
 
     def _broadcast(self, shape: ModelShape) -> float:
         """All receivers at once, in a chain of chunks: about one crossing of the slowest link, however many they are."""

@@ -6,7 +6,11 @@ What may start, and when, is decided by the very class that decides it in a run;
 (`costs.py`, `engines.py`). The events written are those of a run, so a plan and a run are measured by the same code. Things that
 happen at the same moment are all told to the scheduler before it is asked what may start.
 
-Left out: evaluations, which give way to everything else (`plan.evaluation` has to be None).
+Rewards that are functions or urls judge any number of samples at once, each for as long as its cost says. Which groups have equal
+rewards, and so are left out by dynamic sampling, is the workload's to say.
+
+Left out: evaluations, which give way to everything else (`plan.evaluation` has to be None), and that the actor is not trained in the
+first steps of `train.critic_warmup_steps`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,23 +26,26 @@ from conveyor.pipeline.actions import (
     Admit,
     Checkpoint,
     Done,
+    Drop,
     Finish,
     InstallEngine,
     InstallSnapshot,
+    Judge,
     Prepare,
     Publish,
     SampleFinished,
+    SampleJudged,
     Score,
     Train,
     Update,
 )
 from conveyor.pipeline.actions import Event as Happening
 from conveyor.pipeline.run_plan import RunPlan
-from conveyor.pipeline.scheduler import Scheduler
-from conveyor.plan.costs import CostModel
+from conveyor.pipeline.scheduler import REWARDS, Scheduler
+from conveyor.plan.costs import CostModel, installed_roles
 from conveyor.plan.engines import Engine
 from conveyor.plan.lengths import Workload
-from conveyor.report.events import Event
+from conveyor.report.events import JUDGE, Event
 from conveyor.report.timeline import Window, step_idle, step_windows
 from conveyor.types import SampleId
 from conveyor.workers.reports import MicroBatchKey
@@ -111,8 +118,10 @@ class _Simulator:
         self._engines: list[Engine] = [costs.engine.start() for _ in range(plan.engines)]
         self._wakes: list[float | None] = [None] * plan.engines
         self._versions = [plan.start_step] * plan.engines
-        self._admitted: dict[SampleId, tuple[float, int, int]] = {}
-        """Sample → when it was admitted, step, version."""
+        self._admitted: dict[SampleId, tuple[float, int]] = {}
+        """Sample → when it was admitted, version."""
+        self._unplaced: dict[int, list[Event]] = defaultdict(list)
+        """Group whose step is not known yet → events of its samples."""
         self._line_free: dict[tuple[int, bool], float] = defaultdict(float)
         self._workers = [[_names("train", group.group, rank) for rank in range(ranks.get(group.group, 1))] for group in plan.train_groups]
         self._engine_names = [_names("rollout", plan.rollout_group, number) for number in range(plan.engines)]
@@ -143,6 +152,8 @@ class _Simulator:
     def _happen(self, what: Happening | int) -> None:
         if not isinstance(what, int):
             self.scheduler.handle(what)
+            if isinstance(what, SampleJudged) and self.plan.groups_sampled_at_most is not None:
+                self._place(*self._unplaced)
             return
         # Admissions and installs move an engine's next finish; wake-ups set before that are void.
         if self._wakes[what] == self.now:
@@ -157,6 +168,12 @@ class _Simulator:
             if isinstance(action, Admit):
                 self._admit(action)
                 touched.add(action.engine)
+                continue
+            if isinstance(action, Judge):
+                self._judge(action)
+                continue
+            if isinstance(action, Drop):
+                self._write(action.group, action.step)
                 continue
             self._push(self._start[type(action)](action), Done(action))
             if isinstance(action, InstallEngine):
@@ -181,14 +198,24 @@ class _Simulator:
         samples = [SampleId(action.group, number) for number in range(self.plan.samples_per_group)]
         self._engines[action.engine].admit([(sample, self.workload.size(sample)) for sample in samples], when)
         for sample in samples:
-            self._admitted[sample] = (when, action.step, self._versions[action.engine])
+            self._admitted[sample] = (when, self._versions[action.engine])
 
     def _sample_finished(self, engine: int, sample: SampleId) -> None:
-        start, step, version = self._admitted.pop(sample)
+        start, version = self._admitted.pop(sample)
         worker, device = self._engine_names[engine]
         group, newest, name = self.plan.rollout_group, self._versions[engine], (sample.group, sample.sample)
-        self.events.append(Event(group, worker, "rollout", "rollout", step + 1, None, newest, start, self.now, device, (name,)))
+        self._unplaced[sample.group].append(Event(group, worker, "rollout", "rollout", 0, None, newest, start, self.now, device, (name,)))
         self.scheduler.handle(SampleFinished(engine, sample, version))
+        self._place(sample.group)
+
+    def _place(self, *groups: int) -> None:
+        """Write the events of groups whose step is known."""
+        for group in groups:
+            if (step := self.scheduler.membership.step_of(group)) is not None:
+                self._write(group, step)
+
+    def _write(self, group: int, step: int) -> None:
+        self.events += [replace(event, step=step + 1) for event in self._unplaced.pop(group, ())]
 
     def _install_engine(self, action: InstallEngine) -> float:
         start, end = self._engines[action.engine].install(self.costs.install_engine(), self.now + self.costs.latency)
@@ -199,6 +226,18 @@ class _Simulator:
         return end
 
     # ── score ────────────────────────────────────────────────────────────────────────────────────
+
+    def _judge(self, action: Judge) -> None:
+        sample = action.sample
+        start = self.now + self.costs.latency
+        end = start + self.costs.judge(sample)
+        equal = self.plan.groups_sampled_at_most is not None and self.workload.equal(sample.group)
+        worker, device = _names(REWARDS, REWARDS, 0)
+        self._unplaced[sample.group].append(
+            Event(REWARDS, worker, REWARDS, JUDGE, 0, None, None, start, end, device, ((sample.group, sample.sample),))
+        )
+        self._place(sample.group)
+        self._push(end, SampleJudged(sample, equal=equal))
 
     def _on_scorer(self, number: int, worker: int, role: str, task: str, seconds: float, step: int, **more: int) -> float:
         part = self.plan.parts[number]
@@ -216,7 +255,7 @@ class _Simulator:
 
     def _install_snapshot(self, action: InstallSnapshot) -> float:
         part, version = self.plan.parts[action.part], action.version
-        roles = "+".join(role for role in part.roles if role in SNAPSHOT_ROLES)
+        roles = "+".join(installed_roles(part))
         seconds = self.costs.install_snapshot(part)
         return self._on_scorer(action.part, action.worker, roles, "install", seconds, version, version=version)
 

@@ -10,6 +10,7 @@ idle time falls on a link of this chain, and the link is the cause: had it been 
 | longest samples     | the same when at most a tenth of the step's samples (or one) was left; for an engine:  |
 |                     | samples of another engine                                                              |
 | waiting for score   | scoring                                                                                |
+| waiting for reward  | rewards that are functions or urls                                                     |
 | waiting for train   | training: micro-batches, updates, checkpoints                                          |
 | waiting for sync    | weights being published or installed                                                   |
 | turns               | nothing: all was ready, but another stage had the device group (or, without overlap,   |
@@ -25,17 +26,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from conveyor.report.events import EVALUATE, Event
+from conveyor.report.events import EVALUATE, JUDGE, Event, is_held_out
 from conveyor.report.history import History
 from conveyor.report.timeline import Interval, Window, clipped
 
 CAUSES = (
-    "waiting for rollout", "longest samples", "waiting for score", "waiting for train", "waiting for sync", "turns", "evaluation",
-    "start-up", "other",
+    "waiting for rollout", "longest samples", "waiting for score", "waiting for reward", "waiting for train", "waiting for sync", "turns",
+    "evaluation", "start-up", "other",
 )  # fmt: skip
 CAUSE_OF_TASK = {
-    "score": "waiting for score", "prepare": "waiting for train", "train": "waiting for train", "update": "waiting for train",
-    "checkpoint": "waiting for train", "publish": "waiting for sync", "install": "waiting for sync", EVALUATE: "evaluation",
+    "score": "waiting for score", JUDGE: "waiting for reward", "prepare": "waiting for train", "train": "waiting for train",
+    "update": "waiting for train", "checkpoint": "waiting for train", "publish": "waiting for sync", "install": "waiting for sync",
+    EVALUATE: "evaluation",
 }  # fmt: skip
 
 LEFT_OVER = 0.1
@@ -57,12 +59,13 @@ class Idle:
 
 
 def idle_spells(events: Sequence[Event], window: Window) -> list[Idle]:
-    """Every idle moment of every device in the window, once. The devices are those of all events."""
+    """Every idle moment of every device in the window, once. The devices are those of all events but judging, which takes none."""
     history = History(events)
     tails = _Tails(history)
     places: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, event in enumerate(events):
-        places[event.group, event.place].append(index)
+        if event.task != JUDGE:
+            places[event.group, event.place].append(index)
     return [
         Idle(group, place, cause, start, end)
         for (group, place), own in sorted(places.items())
@@ -150,7 +153,9 @@ def _between(history: History, waiting: Event | None, span: Interval, gap: Inter
 
 def _at(tails: _Tails, event: Event, span: Interval, gap: Interval, own: bool) -> Iterator[Piece]:
     """The chain was at an event. `own`: of the waiting device's own stage."""
-    if event.task != "rollout":
+    if is_held_out(event):
+        yield from _cut(span, gap, CAUSE_OF_TASK[EVALUATE])
+    elif event.task != "rollout":
         yield from _cut(span, gap, CAUSE_OF_TASK.get(event.task, "other"))
     elif own:
         yield from _cut(span, gap, "longest samples")

@@ -12,6 +12,8 @@ from conveyor.report.jsonl import read_objects
 
 SYNC_TASKS = frozenset({"publish", "install"})
 """Tasks that move weights; the others are work on samples or updates."""
+JUDGE = "judge"
+"""Task of rewards that are functions or urls: it takes no device, so it makes none busy or idle."""
 EVALUATE = "evaluate"
 """Task of sampling held-out prompts, and of scoring them: fills idle devices, and no step needs it."""
 
@@ -29,7 +31,7 @@ class Event:
     role: str
     """Role, or roles joined by +, that worked."""
     task: str
-    """rollout, score, prepare, train, update, publish, install, checkpoint, evaluate, …"""
+    """rollout, judge, score, prepare, train, update, publish, install, checkpoint, evaluate, …"""
     step: int
     """From 1, as in metrics.jsonl."""
     micro_batch: int | None
@@ -48,6 +50,11 @@ class Event:
     def place(self) -> str:
         """What is busy during the event, and idle otherwise."""
         return self.device or self.worker
+
+
+def is_held_out(event: Event) -> bool:
+    """Of the judging of a held-out prompt's sample: their groups count down from −1."""
+    return event.task == JUDGE and any(group < 0 for group, _ in event.samples)
 
 
 FIELDS = tuple(field.name for field in fields(Event))

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import ScaledTranslation
 
 from conveyor.report.causes import CAUSES
-from conveyor.report.events import EVALUATE, Event
+from conveyor.report.events import EVALUATE, JUDGE, Event
 from conveyor.report.timeline import Interval, Window, clipped, covered, running, union, workers
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 TASK_COLOURS = {
     "rollout": "#4c78a8", "score": "#f2a541", "prepare": "#a5a5a5", "train": "#54a24b", "update": "#1d5c1a", "publish": "#c977c0",
-    "install": "#7b4173", "checkpoint": "#9d755d", EVALUATE: "#72b7b2",
+    "install": "#7b4173", "checkpoint": "#9d755d", EVALUATE: "#72b7b2", JUDGE: "#d67195",
 }  # fmt: skip
 SAMPLED = ("rollout", EVALUATE)
-"""Tasks of which an engine does many at once."""
+"""Tasks of which an engine does many at once. (Of judging, functions and urls do many.)"""
 OTHER_COLOUR = "#e45756"
 CAUSE_COLOURS = dict(
-    zip(CAUSES, ("#b8d0ea", "#f2a0a8", "#fbdcaa", "#bfe0b4", "#d9bcdf", "#d6c3a5", "#bfe3e0", "#f0f0f0", "#d0d0d0"), strict=True)
+    zip(CAUSES, ("#b8d0ea", "#f2a0a8", "#fbdcaa", "#f7c6d9", "#bfe0b4", "#d9bcdf", "#d6c3a5", "#bfe3e0", "#f0f0f0", "#d0d0d0"), strict=True)
 )  # fmt: skip
 BUSY_COLOUR = "#555555"
 WIDTH = 13.0
@@ -39,7 +39,8 @@ NARROW = 0.003
 def draw_timeline(events: Sequence[Event], windows: Mapping[int, Window], idle: Mapping[str, Mapping[str, float]]) -> Figure:
     """A row for each worker, and below a bar for each device group.
 
-    Engines are filled to the height of the samples they hold, relative to the most that one held at any time.
+    Engines are filled to the height of the samples they hold, relative to the most that one held at any time; so is the row of samples
+    that functions and urls judge.
 
     Args:
         events: of the whole run, so that every worker has its row.
@@ -66,7 +67,9 @@ def _workers(axes: Axes, events: Sequence[Event], rows: Sequence[tuple[str, str]
     of_worker: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in events:
         of_worker[event.group, event.worker].append(event)
-    most = max((count for row in rows for _, count in running(of_worker[row])), default=0) or 1
+    counts = {
+        task: max((count for row in rows for _, count in running(of_worker[row], (task,))), default=0) or 1 for task in ("rollout", JUDGE)
+    }
     shares, tasks = [], set()
     for line, row in enumerate(rows):
         own = of_worker[row]
@@ -74,10 +77,12 @@ def _workers(axes: Axes, events: Sequence[Event], rows: Sequence[tuple[str, str]
         tasks |= {event.task for event in inside}
         if line % 2 == 0:
             axes.axhspan(line - 0.5, line + 0.5, color="#f6f6f6", zorder=0, linewidth=0)
-        in_engine = SAMPLED if any(event.task == "rollout" for event in own) else ()
-        _samples(axes, inside, line, window, most, in_engine)
-        _bars(axes, [event for event in inside if event.task not in in_engine], line, window)
-        shares.append(covered(((event.start, event.end) for event in own), window) / max(window[1] - window[0], 1e-9))
+        done = {event.task for event in own}
+        filled = SAMPLED if "rollout" in done else (JUDGE,) if JUDGE in done else ()
+        _samples(axes, inside, line, window, counts[filled[0]] if filled else 0, filled)
+        _bars(axes, [event for event in inside if event.task not in filled], line, window)
+        work = [(event.start, event.end) for event in own if event.task != JUDGE]
+        shares.append(f"{covered(work, window) / max(window[1] - window[0], 1e-9):.0%} busy" if work else "")
     for line in [n for n in range(1, len(rows)) if rows[n][0] != rows[n - 1][0]]:
         axes.axhline(line - 0.5, color="#888888", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [worker if group in worker.split() else f"{worker} [{group}]" for group, worker in rows], fontsize=8)
@@ -86,10 +91,10 @@ def _workers(axes: Axes, events: Sequence[Event], rows: Sequence[tuple[str, str]
     axes.set_xlabel("seconds since the run began", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     right = axes.secondary_yaxis("right")
-    right.set_yticks(range(len(rows)), [f"{share:.0%} busy" for share in shares], fontsize=7)
+    right.set_yticks(range(len(rows)), shares, fontsize=7)
     right.tick_params(length=0)
     named = [*(task for task in TASK_COLOURS if task in tasks), *sorted(tasks - set(TASK_COLOURS))]
-    labels = [f"{task} (up to {most} samples)" if task == "rollout" else task for task in named]
+    labels = [f"{task} (up to {counts[task]} samples)" if task in counts else task for task in named]
     assert axes.figure is not None
     above = axes.transAxes + ScaledTranslation(0, 0.28, axes.figure.dpi_scale_trans)  # inches: the steps' names stand between
     axes.legend([Patch(color=_colour(task)) for task in named], labels, fontsize=8, ncols=max(1, len(named)), loc="lower left",
@@ -97,7 +102,8 @@ def _workers(axes: Axes, events: Sequence[Event], rows: Sequence[tuple[str, str]
 
 
 def _samples(axes: Axes, events: Sequence[Event], line: int, window: Window, most: int, tasks: tuple[str, ...]) -> None:
-    """The number of samples in an engine, as the height of its row's filling: all, and in front those of all tasks but the last, …"""
+    """The number of samples in an engine (or being judged), as the height of its row's filling: all, and in front those of all tasks
+    but the last, …"""
     base, height = line + 0.42, 0.84
     for count in range(len(tasks), 0, -1):
         colour = _colour(tasks[count - 1])

@@ -1,9 +1,10 @@
 """What an event waited for, read from the events alone.
 
-    rollouts of its samples ─▶ score (each part) ─▶ prepare ─▶ train (each pass) ─▶ update ─▶ publish ─▶ install ─▶ rollout …
+    rollouts of its samples ─▶ score (each part), judge ─▶ prepare ─▶ train (each pass) ─▶ update ─▶ publish ─▶ install ─▶ rollout …
 
-An event also waits for what its device did before, and for its stage's turn where stages never run at once: on a device
-group that holds several, and everywhere with `pipeline.overlap: false`.
+With dynamic sampling judging also says which groups are scored, and whether others are sampled in their place. An event also
+waits for what its device did before, and for its stage's turn where stages never run at once: on a device group that holds
+several, and everywhere with `pipeline.overlap: false`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from conveyor.report.events import Event
+from conveyor.report.events import JUDGE, Event, is_held_out
 from conveyor.report.timeline import Interval, union
 
 STAGE_OF_TASK = {
-    "rollout": "rollout", "score": "score", "prepare": "train", "train": "train", "update": "train", "publish": "train",
+    "rollout": "rollout", "score": "score", JUDGE: "score", "prepare": "train", "train": "train", "update": "train", "publish": "train",
     "checkpoint": "train",
 }  # fmt: skip
-"""An install belongs to the stage of its worker."""
+"""An install belongs to the stage of its worker. Without overlap judging takes its turn with the scoring."""
 
 SAME_TIME = 0.01
 """Share of the busy time that stages may overlap and still count as taking turns: clocks agree only so far."""
@@ -34,13 +35,16 @@ class History:
         self._of_step: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._of_micro_batch: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
         self._of_sample: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._judged: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._samples: dict[tuple[int, int | None], set[tuple[int, int]]] = defaultdict(set)
         self._installs: dict[str, list[int]] = defaultdict(list)
         for index in sorted(range(len(events)), key=self.order):
             self._add(index, events[index])
         self._by_end: dict[str, list[int]] = defaultdict(list)
         for index in sorted(range(len(events)), key=lambda i: (events[i].end, self.order(i))):
-            self._by_end[events[index].place].append(index)
+            if events[index].task != JUDGE:
+                self._by_end[events[index].place].append(index)
+        self._deciding = self._judgings_that_decide()
         self._blockers: dict[int, int | None] = {}
         self._others = self._stages_that_exclude()
 
@@ -54,6 +58,9 @@ class History:
         if event.task == "rollout":
             for sample in event.samples:
                 self._of_sample[sample].append(index)
+        if event.task == JUDGE:
+            for sample in event.samples:
+                self._judged[sample].append(index)
         if event.task == "install":
             self._installs[event.worker].append(index)
 
@@ -74,14 +81,17 @@ class History:
         """Events whose results this one used."""
         event = self.events[index]
         match event.task:
+            case "judge":
+                found = [i for sample in event.samples for i in self._of_sample[sample]]
             case "score":
-                found = self._sampled(event)
+                judged = self._judgings(event)  # only of dynamic sampling does it wait for them
+                found = self._sampled(event) + [i for i in judged if self.events[i].end <= event.start] + self._last_judged(event)
             case "prepare":
-                found = self._scored(event)
+                found = self._scored(event) + self._judgings(event) + self._last_judged(event)
             case "train":
                 prepared = self._of_micro_batch["prepare", event.step, event.micro_batch]
                 own = [i for i in prepared if self.events[i].worker == event.worker]
-                found = own or prepared or self._scored(event)
+                found = own or prepared or self._scored(event) + self._judgings(event)
             case "update":
                 found = self._trained(index)
             case "publish":
@@ -91,7 +101,7 @@ class History:
             case "install":
                 found = self._last_before(index, self._of_step["publish", event.step])
             case "rollout":
-                found = self._last_before(index, self._installs[event.worker])
+                found = self._last_before(index, self._installs[event.worker]) + self._last_judged(event)
             case _:
                 found = []
         return [i for i in found if self.order(i) < self.order(index)]
@@ -107,6 +117,25 @@ class History:
             return [i for sample in sorted(samples) for i in self._of_sample[sample]]
         ended = [i for i in self.rollouts(event.step) if self.events[i].end <= event.start]
         return [max(ended, key=lambda i: self.events[i].end)] if ended else []
+
+    def _judgings(self, event: Event) -> list[int]:
+        """The judging of a micro-batch's samples."""
+        samples = self._samples[event.step, event.micro_batch]
+        return [i for sample in sorted(samples) for i in self._judged[sample]]
+
+    def _last_judged(self, event: Event) -> list[int]:
+        """Where groups are dropped, what may start is decided when a sample is judged: the last judging to have ended."""
+        ended = self._deciding
+        place = bisect_right(ended, event.start, key=lambda i: self.events[i].end)
+        return ended[max(0, place - 1) : place]
+
+    def _judgings_that_decide(self) -> list[int]:
+        """In the order of their end; none, unless the run has judged samples that it did not train."""
+        trained = {sample for event in self.events if event.task == "prepare" for sample in event.samples}
+        judged = [i for found in self._judged.values() for i in found if not is_held_out(self.events[i])]
+        if not trained or all(sample in trained for i in judged for sample in self.events[i].samples):
+            return []
+        return sorted(judged, key=lambda i: (self.events[i].end, self.order(i)))
 
     def _trained(self, index: int) -> list[int]:
         """Micro-batches of an update, on every rank: those trained since the worker's last update."""
@@ -128,10 +157,10 @@ class History:
     # ── what held an event up ────────────────────────────────────────────────────────────────────
 
     def blocker(self, index: int) -> int | None:
-        """The last to end of what an event needed: its inputs, and the task before it on its device."""
+        """The last to end of what an event needed: its inputs, and the task before it on its device. (Judging has none.)"""
         if index not in self._blockers:
             held = self.inputs(index)
-            ended = self._by_end[self.events[index].place]
+            ended = self._by_end[self.events[index].place] if self.events[index].task != JUDGE else []
             place = bisect_right(ended, self.events[index].start, key=lambda i: self.events[i].end)
             while place and self.order(ended[place - 1]) >= self.order(index):
                 place -= 1

@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from conveyor.report.events import EVALUATE, SYNC_TASKS, Event
+from conveyor.report.events import EVALUATE, JUDGE, SYNC_TASKS, Event
 
 Window = tuple[float, float]
 Interval = tuple[float, float]
 
-STAGES = ("rollout", "score", "prepare", "train", "update")
+STAGES = ("rollout", JUDGE, "score", "prepare", "train", "update")
 STEP_ENDS_WITH = SYNC_TASKS | {"update"}
 
 
@@ -65,10 +65,12 @@ def busy(events: Iterable[Event], window: Window, *, without: frozenset[str] = f
     """group → seconds of the window in which its devices were busy with tasks not in `without`, averaged over its devices.
 
     A device is an event's `device`, or else its worker. Each that appears anywhere in `events` counts, busy in the window
-    or not.
+    or not. Judging takes no device.
     """
     places: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
+        if event.task == JUDGE:
+            continue
         intervals = places[event.group][event.place]
         if event.task not in without and event.end > window[0] and event.start < window[1]:
             intervals.append((event.start, event.end))
@@ -81,7 +83,8 @@ def devices(events: Iterable[Event]) -> dict[str, int]:
     """group → its devices that ever did anything."""
     places: dict[str, set[str]] = defaultdict(set)
     for event in events:
-        places[event.group].add(event.place)
+        if event.task != JUDGE:
+            places[event.group].add(event.place)
     return {group: len(places[group]) for group in sorted(places)}
 
 

@@ -1,7 +1,8 @@
 """trace.json: a run in Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 A device group is a process, a worker a thread. Slices of one thread may not overlap, so where a worker does several things of one task at
-once (samples in an engine), its thread shows from when to when it did any, and the single ones stand beside it as asynchronous slices.
+once (samples in an engine, samples being judged), its thread shows from when to when it did any, and the single ones stand beside it as
+asynchronous slices.
 Arrows (flow events) lead from each slice to those that waited for its result: a micro-batch can be followed from its samples to the update
 and, through the sync, to the next rollouts.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conveyor.report.events import Event
+from conveyor.report.events import JUDGE, Event
 from conveyor.report.history import History
 from conveyor.report.timeline import union, workers
 
@@ -147,11 +148,14 @@ def _arrows(events: Sequence[Event], slices: Sequence[Slice]) -> Iterator[dict[s
 
 def _causes_and_effects(events: Sequence[Event], slice_of: dict[int, Slice]) -> Iterator[tuple[int, int]]:
     """One pair for two slices: of samples merged in a slice the last that was waited for. Of a sync's many first
-    rollouts the first. Ranks that trained together hand over to themselves."""
+    rollouts the first. Ranks that trained together hand over to themselves. None leads from a sample to its judging: they
+    would be as many as samples."""
     history = History(events)
     started: set[tuple[int, str]] = set()
     for effect in sorted(range(len(events)), key=history.order):
         event = events[effect]
+        if event.task == JUDGE:
+            continue
         causes = history.inputs(effect)
         own = [i for i in causes if events[i].worker == event.worker]
         last: dict[int, int] = {}
@@ -169,4 +173,4 @@ def _what(cause: Event, effect: Event) -> str:
     if effect.micro_batch is not None or cause.micro_batch is not None:
         of = effect if effect.micro_batch is not None else cause
         return f"micro-batch {of.step}.{of.micro_batch}"
-    return f"weights of step {cause.step}"
+    return f"room in step {effect.step}" if cause.task == JUDGE else f"weights of step {cause.step}"

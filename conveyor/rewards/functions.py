@@ -5,8 +5,12 @@
 `prompts` and `completions` hold one text a sample, or, where the prompt was messages, one list of
 messages (the completion is then one assistant message). Every other column of the dataset arrives
 under its name as a list, and `completion_ids` as lists of token ids; a column that a row lacks is
-None there. A score of None = the reward does not apply to that sample. The function may be `async`.
-TRL's reward functions have the same form.
+None there. The recipe's `arguments` come as they are, before a column of the same name. A score of
+None = the reward does not apply to that sample. The function may be `async`. TRL's reward functions
+have the same form.
+
+A function may have an attribute `check_arguments`: called at load with the recipe's arguments, it
+raises ValueError for those that are wrong.
 
 It must judge each sample by itself: which samples share a call depends on the micro-batch.
 
@@ -21,7 +25,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,45 +38,86 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest score: rewards are float32 from the batch on."""
 
 
-def load_function(named: str, key: str) -> Callable[..., Any]:
+def load_function(named: str, key: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Import the function named `path.py:function` or `package.module:function`; `key` is where the recipe names it.
 
+    Args:
+        arguments: what the recipe adds to every call.
+
     Raises:
-        UserError: no such file, module or function, an import that fails, or something that
-            cannot be called with keywords, `prompts` and `completions` among them.
+        UserError: see `find_function`; or it cannot be called with keywords, `prompts` and `completions` among them, or does not
+            take the arguments.
+    """
+    function = find_function(named, key)
+    check_takes(function, named, key, ("prompts", "completions"))
+    _check_arguments(function, f"{key}: {named}", arguments or {})
+    return function
+
+
+def _check_arguments(function: Callable[..., Any], named: str, arguments: Mapping[str, Any]) -> None:
+    if given := [name for name in arguments if name in GIVEN]:
+        raise UserError(f"{named}: {given[0]} comes from the samples and cannot be one of the arguments")
+    taken = accepted(function, arguments)
+    if unknown := [name for name in arguments if name not in taken]:
+        takes = ", ".join(name for name in _named(_parameters(function) or {}) if name not in GIVEN)
+        raise UserError(f"{named} takes no argument {unknown[0]}; it takes {takes or 'no further ones'}")
+    if (check := getattr(function, "check_arguments", None)) is not None:
+        try:
+            check(**arguments)
+        except ValueError as error:
+            raise UserError(f"{named}: {error}") from None
+
+
+def find_function(named: str, key: str) -> Callable[..., Any]:
+    """What `path.py:function` or `package.module:function` names.
+
+    Raises:
+        UserError: no such file, module or function, an import that fails, or something that cannot be called.
     """
     where, colon, name = named.rpartition(":")
     if not colon or not where or not name:
         raise UserError(f"{key}: {named!r} is not path.py:function or package.module:function")
     module = _load_file(where, key) if where.endswith(".py") else _load_module(where, key)
     function = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
+    try:
+        for part in name.split("."):
+            function = getattr(function, part, None)
+    except UserError as error:  # a ready-made function whose package is missing
+        raise UserError(f"{key}: {error}") from None
     if function is None:
         raise UserError(f"{key}: {where} has no {name}")
     if not callable(function):
         raise UserError(f"{key}: {named} is a {type(function).__name__}, not a function")
-    parameters = _parameters(function)
-    if parameters is not None:
-        if by_place := [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_ONLY]:
-            raise UserError(f"{key}: {named} takes {' and '.join(by_place)} by position only (before the /); it is called with keywords")
-        missing = [given for given in ("prompts", "completions") if given not in _named(parameters) and not _takes_any(parameters)]
-        if missing:
-            raise UserError(f"{key}: {named} takes no argument {' nor '.join(missing)}")
     return function
 
 
-def check_columns(function: Callable[..., Any], key: str, columns: Iterable[str]) -> None:
-    """Refuse a function that asks for a column the dataset does not have.
+def check_takes(function: Callable[..., Any], named: str, key: str, arguments: tuple[str, ...]) -> None:
+    """Refuse a function that cannot be called with these keywords."""
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    if by_place := [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_ONLY]:
+        raise UserError(f"{key}: {named} takes {' and '.join(by_place)} by position only (before the /); it is called with keywords")
+    missing = [given for given in arguments if given not in _named(parameters) and not _takes_any(parameters)]
+    if missing:
+        raise UserError(f"{key}: {named} takes no argument {' nor '.join(missing)}")
+
+
+def check_columns(function: Callable[..., Any], key: str, columns: Iterable[str], given: tuple[str, ...] = GIVEN) -> None:
+    """Refuse a function that asks for a column the dataset does not have; what is `given` besides (the recipe's arguments, too) is none.
 
     Raises:
         UserError: names the missing column and those there are.
     """
-    have = set(columns)
-    for name, parameter in _named(_parameters(function) or {}).items():
-        if parameter.default is parameter.empty and name not in have and name not in GIVEN:
-            listed = ", ".join(sorted(have)) or "no other columns"
-            raise UserError(f"{key}: the function asks for the column {name}; the data has {listed}")
+    for name in lacking(function, {*columns, *given}):
+        listed = ", ".join(sorted(columns)) or "no other columns"
+        raise UserError(f"{key}: the function asks for the column {name}; the data has {listed}")
+
+
+def lacking(function: Callable[..., Any], given: Container[str]) -> list[str]:
+    """Arguments that the function cannot do without and that are not among `given`."""
+    named = _named(_parameters(function) or {})
+    return [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in given]
 
 
 def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +127,11 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
         return dict(arguments)
     named = _named(parameters)
     return {name: value for name, value in arguments.items() if name in named}
+
+
+def text_of(completion: Any) -> str:
+    """The completion as text: it is text where the prompt was text, and messages where that was messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 class WrongCount(ValueError):

@@ -14,11 +14,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from conveyor.config import UserError
 
@@ -38,15 +39,22 @@ class CallMiscounted(Exception):
     """The function did not return one score a sample."""
 
 
-class FunctionProcess:
-    """One child process, started at the first call and again after a time-out.
+class CallClosed(Exception):
+    """The process was ended for good, before the call or during it."""
 
-    One call at a time; any thread may make it.
+
+class ChildProcess:
+    """A fresh interpreter that has imported a function, at the other end of a pipe; it and whatever it has started end with this
+    process. One thread at a time.
     """
 
-    def __init__(self, named: str, key: str, log: Path | None = None) -> None:
-        """log: a file to which goes what the function prints; default: where this process prints."""
-        self._named, self._key, self._log = named, key, log
+    module: ClassVar[str]
+    """What the interpreter runs, with the descriptors, the function's name and its key as arguments."""
+
+    def __init__(self, named: str, key: str, log: Path | None = None, descriptors: tuple[int, ...] = ()) -> None:
+        """log: a file to which goes what the function prints; default: where this process prints.
+        descriptors: open files that the child is given beside its end of the pipe."""
+        self._named, self._key, self._log, self._descriptors = named, key, log, descriptors
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
@@ -59,13 +67,15 @@ class FunctionProcess:
         if self._process is not None:
             return
         self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", "conveyor.rewards.child", str(theirs.fileno()), self._named, self._key]
+        given = (theirs.fileno(), *self._descriptors)
+        command = [sys.executable, "-m", self.module, *map(str, given), self._named, self._key]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONUNBUFFERED": "1"}
         with self._open_log() as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(theirs.fileno(),), env=environment, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=given, env=environment, start_new_session=True
             )  # fmt: skip
         theirs.close()
+        self._greet()
         try:
             kind, text = self._receive(START_TIMEOUT)
         except (CallTimeout, CallFailed) as error:
@@ -74,37 +84,26 @@ class FunctionProcess:
             self.close()
             raise UserError(text)
 
+    def _greet(self) -> None:
+        """What the child is told before it imports the function."""
+
     def _open_log(self) -> AbstractContextManager[Any]:
         if self._log is None:
             return nullcontext()
         self._log.parent.mkdir(parents=True, exist_ok=True)  # on another machine the folder may not be there
         return self._log.open("ab")
 
-    def call(self, arguments: dict[str, Any], timeout: float) -> list[float | None]:
-        """Scores of the samples in `arguments` (see `functions`), within `timeout` seconds.
-
-        Raises:
-            CallTimeout: no answer in time. The next call starts a new process.
-            CallFailed: says in one line what the function did.
-            CallMiscounted: says how many scores it returned.
-        """
-        self.start()
-        assert self._pipe is not None
-        with suppress(BrokenPipeError):  # a child that has died since the last call; _receive says so
-            self._pipe.send(arguments)
-        kind, answer = self._receive(timeout)
-        if kind == "miscounted":
-            raise CallMiscounted(answer)
-        if kind == "failed":
-            raise CallFailed(answer)
-        return answer
+    def kill(self) -> None:
+        """End the child and whatever it has started; `close` is still to be called."""
+        if (process := self._process) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the child and whatever it has started."""
+        """End the child, and forget it: `start` starts another."""
         if self._process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -123,3 +122,68 @@ class FunctionProcess:
             raise CallFailed(f"its process ended with status {code}") from None
         self.close()
         raise CallTimeout(f"no answer within {timeout:g} s")
+
+
+class FunctionProcess(ChildProcess):
+    """One child process, started at the first call and again after a time-out.
+
+    One call at a time; any thread may make it, and any may end the process.
+    """
+
+    module = "conveyor.rewards.child"
+
+    def __init__(self, named: str, key: str, log: Path | None = None, arguments: dict[str, Any] | None = None) -> None:
+        """Args:
+        log: a file to which goes what the function prints; default: where this process prints.
+        arguments: further ones of every call.
+        """
+        super().__init__(named, key, log)
+        self._arguments = arguments or {}
+        self._calling = threading.RLock()  # held by the thread that talks to the child
+        self._ended = False
+
+    def start(self) -> None:
+        with self._calling:
+            super().start()
+
+    def call(self, arguments: dict[str, Any], timeout: float) -> list[float | None]:
+        """Scores of the samples in `arguments` (see `functions`), within `timeout` seconds.
+
+        Raises:
+            CallTimeout: no answer in time. The next call starts a new process.
+            CallFailed: says in one line what the function did.
+            CallMiscounted: says how many scores it returned.
+            CallClosed: ended before or meanwhile.
+        """
+        with self._calling:
+            if self._ended:
+                raise CallClosed
+            try:
+                self.start()
+                self._send(arguments)
+                kind, answer = self._receive(timeout)
+            except (CallFailed, UserError):
+                if self._ended:
+                    raise CallClosed from None
+                raise
+        if kind == "miscounted":
+            raise CallMiscounted(answer)
+        if kind == "failed":
+            raise CallFailed(answer)
+        return answer
+
+    def end(self) -> None:
+        """End the child and whatever it has started, for good; also during a call of another thread."""
+        self._ended = True
+        while not self._calling.acquire(timeout=0.05):
+            self.kill()  # again and again: the caller may be just starting it
+        self.close()
+        self._calling.release()
+
+    def _greet(self) -> None:
+        self._send(self._arguments)
+
+    def _send(self, arguments: dict[str, Any]) -> None:
+        assert self._pipe is not None
+        with suppress(BrokenPipeError):  # a child that has died since the last call; _receive says so
+            self._pipe.send(arguments)

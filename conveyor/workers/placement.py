@@ -265,6 +265,25 @@ class Placement:
         self._actors.append(actor)
         return actor
 
+    def beside_driver(self, cls: type, **kwargs: Any) -> Any:
+        """Start a Ray actor that needs no device, on the driver's node; returns its handle at once. `kwargs`: of its constructor."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor: Any = (
+            ray.remote(cls)
+            .options(
+                num_cpus=0,
+                max_concurrency=getattr(cls, "max_concurrency", 1),
+                scheduling_strategy=here,
+                runtime_env={"env_vars": self._environment | _thread_environment((0,))},
+            )
+            .remote(**kwargs)
+        )
+        self._actors.append(actor)
+        return actor
+
     def close(self) -> None:
         """End the workers, free the devices and, where it was started here, Ray."""
         import ray

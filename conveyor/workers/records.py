@@ -27,6 +27,8 @@ def fetch(items: Sequence[Any]) -> list[Any]:
     """Records themselves, or what their references stand for."""
     import ray
 
-    if not any(isinstance(item, ray.ObjectRef) for item in items):
+    references = [item for item in items if isinstance(item, ray.ObjectRef)]
+    if not references:
         return list(items)
-    return ray.get(list(items))
+    fetched = iter(ray.get(references))
+    return [next(fetched) if isinstance(item, ray.ObjectRef) else item for item in items]

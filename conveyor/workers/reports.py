@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from conveyor.algorithms.metrics import Metrics, Moments
+from conveyor.algorithms.scores import RewardScale
 from conveyor.types import SampleId
 
 
@@ -56,6 +57,30 @@ class SampleDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """What the rewards that are functions or urls say of a sample."""
+
+    id: SampleId
+    version: int
+    """Of the sample's first token: tells the rounds of an evaluation apart."""
+    rewards: Mapping[str, float | None]
+    """By name; None = the reward does not apply, or could not be had."""
+    timeouts: int
+    """Rewards that did not come in time."""
+    errors: int
+    """Rewards whose function failed, where the recipe says skip."""
+    span: Span
+    """From when the sample came until its last reward was there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user should read now: a reward server does not answer, or does again."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationAborted:
     """A sample of an evaluation has made room for new weights; no Rollout follows."""
 
@@ -75,6 +100,15 @@ class ScoreReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What the steps before tell a step: the same for all its micro-batches, whenever they come."""
+
+    kl_coef: float
+    scales: Mapping[str, RewardScale] = field(default_factory=dict)
+    """Rewards that are normalised by earlier steps' samples."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampleReport:
     """What the driver knows of a prepared sample: enough for group baselines and metrics."""
 
@@ -84,15 +118,23 @@ class SampleReport:
     """Weighted sum of the rewards that apply, penalties included, KL not; None: none applies,
     so the sample is left out of loss and baseline."""
     outcome: float | None
-    """`score` plus the sequence's KL penalty when that is in the reward."""
+    """`score` less `kl_penalty`."""
     kl: float | None
     """Sum over tokens of log π − log π_ref (k1), under the sampling policy."""
     response_length: int
+    """Tokens that the policy sampled."""
     loss_tokens: int
     truncated: bool
     oldest_version: int
     version_sum: int
     """Over tokens, of the versions that sampled them."""
+    kl_penalty: float = 0.0
+    """The sequence's, where the KL is in the reward."""
+    moments: Moments | None = None
+    """Of the advantages of its tokens in the loss before a baseline is taken off: where they go by token and are whitened."""
+    baseline: bool = False
+    """The greedy sample of its group, which is not trained."""
+    turns: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +143,6 @@ class PrepareReport:
 
     key: MicroBatchKey
     samples: tuple[SampleReport, ...]
-    moments: Moments | None
-    """Only where advantages are token-wise (GAE) and whitened over the update."""
     span: Span
 
 
@@ -111,7 +151,11 @@ class UpdateContext:
     """What a micro-batch needs from beyond itself: made by the driver from `SampleReport`s."""
 
     outcome_advantages: Mapping[SampleId, float] | None = None
-    """Group estimators: one advantage a sample, the same for each of its tokens."""
+    """Group estimators: one advantage a sample, the same for each of its tokens. Of `best_worst` the signs of a pair."""
+    baselines: Mapping[SampleId, float] | None = None
+    """What is taken off a sample's returns."""
+    scores: Mapping[SampleId, float | None] | None = None
+    """Rewards normalised by batch: the samples' scores, which only the whole update tells."""
     whiten: tuple[float, float] | None = None
     """(mean, standard deviation) over the update, applied to every advantage."""
 
@@ -124,6 +168,10 @@ class Denominators:
     """Tokens in the loss."""
     sequences: int
     """Sequences with at least one token in the loss."""
+    samples: int
+    """All that are trained, in the loss or not."""
+    pairs: int
+    """Groups with a best and a worst sample."""
     whiten: tuple[float, float] | None = None
     """`streaming_exact`: (mean, standard deviation) of the update's advantages, known only now."""
 
@@ -152,6 +200,8 @@ class OptimReport:
     steps: Mapping[str, StepReport]
     """Role → its optimizer step."""
     span: Span
+    metrics: Metrics = field(default_factory=dict)
+    """Of the loss that is mixed in (PPO-ptx), this rank's part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
     submit ──▶┐                    ┌──▶ stream: reports, rollouts · reports, rollouts · …
     install ─▶┤ commands ─▶ engine thread: commands, one engine step, commands, one step, …
-    generate ▶┘                    └──▶ generate: list of Rollout
+    generate ▶┤                    └──▶ generate: list of Rollout
+    turns ───▶┘                    └──▶ turns, to the process of the function that plays them (episodes/)
 
 Only the engine thread touches the engine, so requests join and leave and weights are installed
 **between two steps**, without locks. When it fails, every call and the stream raise its error.
@@ -17,23 +18,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import ray
 import torch
 import xxhash
-from torch import Tensor
 
 from conveyor.config import UserError, sections
-from conveyor.types import FinishReason, Prompt, Rollout, SampleId
+from conveyor.data.tokenizer import load_tokenizer
+from conveyor.episodes.episode import Sampled
+from conveyor.episodes.episodes import Episodes
+from conveyor.episodes.process import EpisodeProcess, Message
+from conveyor.types import Prompt, Rollout, SampleId
+from conveyor.workers.engine_requests import EngineRequests
 from conveyor.workers.reports import EvaluationAborted, InstallReport, Publication, SampleDone, Span, WorkerInfo
-from conveyor.workers.vllm_engine import repack_tied_head, set_environment, start_engine
-from conveyor.workers.weight_sync import checked, read
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
+from conveyor.workers.vllm_engine import set_environment, start_engine
 
 
 class RolloutError(RuntimeError):
@@ -44,27 +46,24 @@ _Leaving = tuple[SampleDone | EvaluationAborted, Rollout | None]
 """A report and, of a finished sample, its rollout."""
 
 
-@dataclass(slots=True)
-class _Request:
-    """A sample in the engine."""
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """A sample that has not left."""
 
     prompt: Prompt
-    sample: int
+    number: int
     deliver: Callable[[Rollout, Span], None]
     start: float
     version: int
-    evaluation: bool = False
+    """When it was admitted."""
+    evaluation: bool
     """Gives way to an install."""
-    engine_id: str = ""
-    installs: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens sampled so far, policy version of the following ones) for each install it lived through."""
+    drop: Callable[[], object] = lambda: None
+    """Ends it where it is made."""
 
-    def versions(self, length: int) -> Tensor:
-        """int32 [length]"""
-        versions = torch.full((length,), self.version, dtype=torch.int32)
-        for done, version in self.installs:
-            versions[done:] = version
-        return versions
+    @property
+    def id(self) -> SampleId:
+        return SampleId(self.prompt.index, self.number)
 
 
 class RolloutWorker:
@@ -93,9 +92,8 @@ class RolloutWorker:
         set_environment(rollout, cores)
         self._model, self._rollout, self._seed, self._cores = model, rollout, seed, cores
         self._max_model_len = max_model_len
-        self._version = 0
-        self._requests: dict[str, _Request] = {}
-        self._count = 0
+        self._samples: dict[int, _Sample] = {}
+        self._process: EpisodeProcess | None = None
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._leaving: list[_Leaving] = []
         """What has left the engine since it was last handed on."""
@@ -114,14 +112,18 @@ class RolloutWorker:
         device = "cpu " + ",".join(map(str, self._cores)) if self._cores is not None else torch.cuda.get_device_name()
         return WorkerInfo("rollout", socket.gethostname(), os.getpid(), device)
 
-    def submit(self, prompt: Prompt, n: int) -> None:
-        """Start `n` samples of a prompt; they leave through `stream` as they finish, in any order."""
-        self._command(partial(self._add, prompt, n, None, self._to_stream))
+    def submit(self, prompt: Prompt, n: int, greedy: bool = False) -> None:
+        """Start `n` samples of a prompt; they leave through `stream` as they finish, in any order.
 
-    def evaluate(self, prompt: Prompt, n: int, version: int, temperature: float | None = None) -> None:
+        Args:
+            greedy: and one more, number n, of likeliest tokens.
+        """
+        self._command(partial(self._add, prompt, n, greedy, None, self._to_stream))
+
+    def evaluate(self, prompt: Prompt, n: int, version: int, temperature: float | None = None, greedy: bool = False) -> None:
         """Like `submit`, but the samples are of this version or none: an install ends those that are not finished, and an
         EvaluationAborted leaves through `stream` in the place of each. Temperature 0 takes the likeliest token."""
-        self._command(partial(self._add_evaluation, prompt, n, version, temperature))
+        self._command(partial(self._add_evaluation, prompt, n, version, temperature, greedy))
 
     @ray.method(num_returns="streaming")
     def stream(self) -> Iterator[tuple[SampleDone | EvaluationAborted, ...] | tuple[Rollout, ...]]:
@@ -160,7 +162,7 @@ class RolloutWorker:
         def add() -> None:
             for prompt, samples in zip(prompts, futures, strict=True):
                 self._waiting.extend(samples)
-                self._add(prompt, n, 0.0 if greedy else temperature, partial(deliver, samples))
+                self._add(prompt, n, False, 0.0 if greedy else temperature, partial(deliver, samples))
 
         self._command(add).result()
         return [future.result() for samples in futures for future in samples]
@@ -191,6 +193,8 @@ class RolloutWorker:
         return future
 
     def _raise_failure(self) -> None:
+        if isinstance(self._failure, UserError):  # one line for the user, who can do something about it
+            raise self._failure
         if self._failure is not None:
             raise RolloutError(f"the rollout engine failed: {self._failure!r}") from self._failure
 
@@ -198,22 +202,36 @@ class RolloutWorker:
 
     def _run(self) -> None:
         try:
-            self._engine, self._tokenizer = start_engine(self._model, self._rollout, self._max_model_len)
+            self._start()
             self._ready.set_result(None)
             while not self._closing:
                 self._obey()
-                if self._requests:
-                    for output in self._engine.step():
-                        self._finish(output)
+                if self._engine:
+                    self._engine.step()
                     self._hand_on()
-            self._engine.engine_core.shutdown()
+            self._engine.shutdown()
         except BaseException as error:
             self._failure = error
         self._end()
 
+    def _start(self) -> None:
+        if self._rollout.multi_turn is not None:  # first, as its errors are quickly found
+            self._process = EpisodeProcess(self._rollout.multi_turn, self._hear)
+            self._process.begin()
+        engine, self._tokenizer = start_engine(self._model, self._rollout, self._max_model_len)
+        self._engine = EngineRequests(engine, self._rollout)
+        if self._process is not None:
+            seed = partial(sample_seed, self._seed)
+            self._episodes = Episodes(self._rollout, load_tokenizer(self._model), self._engine, seed, self._process.send)
+
+    def _hear(self, message: Message) -> None:
+        """Called by the threads of the function's process."""
+        with suppress(RolloutError, UserError):  # the engine has ended, and needs no messages
+            self._command(lambda: self._episodes.hear(message))
+
     def _obey(self) -> None:
         """Carry out the commands that came in; where there is nothing to sample, wait for one."""
-        while not self._closing and not (self._requests and self._commands.empty()):
+        while not self._closing and not (self._engine and self._commands.empty()):
             function, future = self._commands.get()
             self._waiting.append(future)
             future.set_result(function())
@@ -241,76 +259,58 @@ class RolloutWorker:
             if not future.done():
                 future.set_exception(error)
         self._finished.put(None)
+        if self._process is not None:
+            self._process.end()
 
     def _renew(self) -> None:
-        dropped = [name for name, request in self._requests.items() if request.deliver == self._to_stream]
-        self._engine.abort_request(dropped)
-        for name in dropped:
-            del self._requests[name]
+        self._drop(lambda sample: sample.deliver == self._to_stream)
         self._leaving = []
         self._finished.put(None)
         self._finished = queue.SimpleQueue()
 
+    def _drop(self, which: Callable[[_Sample], bool]) -> list[_Sample]:
+        """Drop the samples of that kind; returns them."""
+        dropped = {key: sample for key, sample in self._samples.items() if which(sample)}
+        for key, sample in dropped.items():
+            sample.drop()
+            del self._samples[key]
+        return list(dropped.values())
+
     def _close(self) -> None:
         self._closing = True
 
-    def _params(self, temperature: float | None, seed: int) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        settings = self._rollout
-        return SamplingParams(
-            temperature=settings.temperature if temperature is None else temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            seed=seed,
-            max_tokens=settings.max_response_length,
-            stop=list(settings.stop),
-            detokenize=bool(settings.stop),
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
     def _add(
-        self, prompt: Prompt, n: int, temperature: float | None, deliver: Callable[[Rollout, Span], None], evaluation: bool = False
-    ) -> None:
-        for sample in range(n):
-            request = _Request(prompt, sample, deliver, time.time(), self._version, evaluation)
-            params = self._params(temperature, sample_seed(self._seed, prompt.index, sample))
-            name = str(self._count)
-            self._count += 1
-            request.engine_id = self._engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, params)
-            self._requests[name] = request
+        self, prompt: Prompt, n: int, greedy: bool, temperature: float | None, deliver: Callable[[Rollout, Span], None],
+        evaluation: bool = False,
+    ) -> None:  # fmt: skip
+        play = self._one_turn if self._process is None else self._episodes.begin
+        for number in range(n + greedy):
+            sample = _Sample(prompt, number, deliver, time.time(), self._engine.version, evaluation)
+            self._samples[id(sample)] = sample
+            sample.drop = play(prompt, number, temperature if number < n else 0.0, partial(self._finish, sample))
 
-    def _add_evaluation(self, prompt: Prompt, n: int, version: int, temperature: float | None) -> None:
-        if version == self._version:
-            self._add(prompt, n, temperature, self._to_stream, evaluation=True)
+    def _one_turn(self, prompt: Prompt, sample: int, temperature: float | None, done: Callable[[Rollout], None]) -> Callable[[], object]:
+        """A sample without a function that plays it."""
+
+        def finished(turn: Sampled) -> None:
+            text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+            ids = torch.tensor(turn.token_ids, dtype=torch.int64)
+            done(Rollout(prompt, sample, ids, turn.logprobs, turn.versions, turn.finish_reason, text))
+
+        seed = sample_seed(self._seed, prompt.index, sample)
+        return partial(self._engine.abort, self._engine.add(prompt.token_ids, finished, seed=seed, temperature=temperature))
+
+    def _add_evaluation(self, prompt: Prompt, n: int, version: int, temperature: float | None, greedy: bool) -> None:
+        if version == self._engine.version:
+            self._add(prompt, n, greedy, temperature, self._to_stream, evaluation=True)
             return
         now = time.time()  # an install that was called later came first
-        for sample in range(n):
-            self._leaving.append((EvaluationAborted(SampleId(prompt.index, sample), version, Span(now, now)), None))
+        for number in range(n + greedy):
+            self._leaving.append((EvaluationAborted(SampleId(prompt.index, number), version, Span(now, now)), None))
 
-    def _abort_evaluations(self) -> None:
-        for name, request in [(name, request) for name, request in self._requests.items() if request.evaluation]:
-            self._engine.abort_request([name])
-            del self._requests[name]
-            span = Span(request.start, time.time())
-            self._leaving.append((EvaluationAborted(SampleId(request.prompt.index, request.sample), request.version, span), None))
-
-    def _finish(self, output: Any) -> None:
-        """`output`: a finished vLLM RequestOutput, as FINAL_ONLY gives no others."""
-        request = self._requests.pop(output.request_id)
-        completion = output.outputs[0]
-        reason = completion.finish_reason
-        assert reason in ("stop", "length"), f"request ended with {reason}"
-        finish: FinishReason = "stop" if reason == "stop" else "length"
-        ids = torch.tensor(completion.token_ids, dtype=torch.int64)
-        logprobs = torch.tensor(completion.logprobs.logprobs, dtype=torch.float32)
-        assert len(ids) == len(logprobs) > 0
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        rollout = Rollout(request.prompt, request.sample, ids, logprobs, request.versions(len(ids)), finish, text)
-        request.deliver(rollout, Span(request.start, time.time()))
+    def _finish(self, sample: _Sample, rollout: Rollout) -> None:
+        del self._samples[id(sample)]
+        sample.deliver(rollout, Span(sample.start, time.time()))
 
     def _to_stream(self, rollout: Rollout, span: Span) -> None:
         versions = rollout.versions
@@ -319,22 +319,13 @@ class RolloutWorker:
 
     def _install(self, publication: Publication) -> InstallReport:
         start = time.time()
-        self._abort_evaluations()
-        mismatched: list[str] = []
-        weights = checked(read(publication), publication.checksums, mismatched)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._engine.collective_rpc(repack_tied_head)
-        # Running requests are preempted and start again with a prefill of all their tokens so far.
-        self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._version = publication.version
-        states = self._engine.output_processor.request_states
-        for request in self._requests.values():
-            detokenizer = states[request.engine_id].detokenizer
-            assert detokenizer is not None
-            request.installs.append((detokenizer.num_output_tokens(), publication.version))
-        return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), tuple(mismatched))
+        for sample in self._drop(lambda sample: sample.evaluation):
+            self._leaving.append((EvaluationAborted(sample.id, sample.version, Span(sample.start, time.time())), None))
+        mismatched = self._engine.install(publication)
+        return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), mismatched)
 
 
-def sample_seed(seed: int, group: int, sample: int) -> int:
-    """Seed of one sample's generator, in [0, 2⁶³): the same whichever engine draws it, and when."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {group} {sample}".encode()) >> 1
+def sample_seed(seed: int, group: int, sample: int, turn: int = 0) -> int:
+    """Seed of one turn of a sample, in [0, 2⁶³): the same whichever engine draws it, and when. A sample without turns is turn 0."""
+    name = f"{seed} {group} {sample}" + (f" {turn}" if turn else "")
+    return xxhash.xxh3_64_intdigest(name.encode()) >> 1

@@ -3,10 +3,10 @@
     rollouts ──▶ reference model ──▶ reference_logprobs ┐
              ──▶ policy snapshot ──▶ old_logprobs       ├─▶ PartialScores
              ──▶ critic snapshot ──▶ values             │
-             ──▶ reward models, reward functions ──▶ rewards ┘
+             ──▶ reward models   ──▶ rewards            ┘
 
 A worker holds the roles of one device group and computes those it is asked for, one after the
-other; reward functions run in processes of their own meanwhile.
+other. Rewards that are functions or urls have a worker of their own (`workers/reward.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,8 +28,6 @@ from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
 from conveyor.models.joining import Joined, join, pad_right, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_critic, load_scalar_model, response_values, sequence_scores
-from conveyor.rewards import FunctionReward, FunctionScores
-from conveyor.run_folder import RunFolder
 from conveyor.types import PartialScores, Rollout
 from conveyor.workers.records import fetch_rollouts
 from conveyor.workers.reports import InstallReport, Publication, ScoreReport, Span, WorkerInfo
@@ -45,29 +44,23 @@ class ScoreWorker:
         """
         self._recipe, self._roles, self._cores = recipe, roles, cores
         self._models: dict[str, PreTrainedModel] = {}
-        self._functions: dict[str, FunctionReward] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         """Reward models that need the text encoded anew."""
         self._versions: dict[str, int] = {}
-        self._threads = ThreadPoolExecutor(max(1, len(recipe.rewards)))
         self._device = torch.device("cuda" if cores is None else "cpu")
         if cores is not None:
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
 
     def ready(self) -> WorkerInfo:
-        """Loads the roles, functions first.
+        """Loads the roles.
 
         Raises:
-            UserError: a function or model that cannot be used.
+            UserError: a model that cannot be used.
         """
-        rewards = {reward.name: reward for reward in self._recipe.rewards if reward.name in self._roles}
-        for name, reward in rewards.items():
-            if reward.function is not None and name not in self._functions:
-                self._functions[name] = FunctionReward(reward, RunFolder(self._recipe.output_dir).rewards_log)
-                self._functions[name].start()
+        rewards = {reward.name: reward for reward in self._recipe.rewards}
         for role in self._roles:
-            if role not in self._functions and role not in self._models:
+            if role not in self._models:
                 model = self._load(role, rewards.get(role)).eval()  # also ends gradient checkpointing
                 self._models[role] = model.to(self._device).requires_grad_(False)
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
@@ -75,28 +68,20 @@ class ScoreWorker:
 
     @torch.inference_mode()
     def score(self, roles: tuple[str, ...], rollouts: Sequence[Any]) -> tuple[ScoreReport, PartialScores]:
-        """What `roles` say of a micro-batch of rollouts (or references to them), sample by sample.
-
-        Raises:
-            RewardError: a reward function failed and the recipe says stop.
-        """
+        """What `roles` say of a micro-batch of rollouts (or references to them), sample by sample."""
         start = time.time()
         samples = fetch_rollouts(rollouts)
-        calls = {name: self._threads.submit(self._functions[name].score, samples) for name in roles if name in self._functions}
         batch = join(samples).to(self._device)
-        models = {role: self._run(role, batch, samples) for role in roles if role not in self._functions}
-        answers: dict[str, FunctionScores] = {name: call.result() for name, call in calls.items()}
+        found = {role: self._run(role, batch, samples) for role in roles}
         named = {reward.name for reward in self._recipe.rewards}
-        rewards = {role: tuple(scores.tolist()) for role, scores in models.items() if role in named}
-        tokens = {role: per_sample(values, batch.response_mask) for role, values in models.items() if role not in named}
+        tokens = {role: per_sample(values, batch) for role, values in found.items() if role not in named}
         partial = PartialScores(
-            rewards={name: rewards[name] if name in rewards else answers[name].scores for name in roles if name in named},
+            rewards={role: tuple(scores.tolist()) for role, scores in found.items() if role in named},
             reference_logprobs=tokens.get("reference"),
             old_logprobs=tokens.get("policy_snapshot"),
             values=tokens.get("critic_snapshot"),
         )
-        timeouts, errors = sum(answer.timeouts for answer in answers.values()), sum(answer.errors for answer in answers.values())
-        return ScoreReport(Span(start, time.time()), timeouts, errors), partial
+        return ScoreReport(Span(start, time.time())), partial
 
     def install(self, role: str, publication: Publication, *, get: Callable[[Any], Bucket] | None = None) -> InstallReport:
         """Overwrite a snapshot's weights in place. `get` is that of `weight_sync.read`.
@@ -111,11 +96,23 @@ class ScoreWorker:
         self._versions[role] = publication.version
         return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), tuple(mismatched))
 
-    def close(self) -> None:
-        """End the reward functions' processes (they also end with the worker)."""
-        for function in self._functions.values():
-            function.close()
-        self._threads.shutdown()
+    def save_weights(self, role: str, folder: str | Path) -> None:
+        """A model that was installed, for a checkpoint."""
+        file = Path(folder) / f"{role}.safetensors"
+        save_model(self._models[role], str(file))
+
+    def load_weights(self, role: str, folder: str | Path) -> None:
+        """What `save_weights` wrote.
+
+        Raises:
+            UserError: the file is not there, or of another model.
+        """
+        file = Path(folder) / f"{role}.safetensors"
+        try:
+            load_model(self._models[role], str(file))
+        except (OSError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"checkpoint.resume: {file} cannot be read: {reason}; resume from another checkpoint") from error
 
     def _load(self, role: str, reward: sections.Reward | None) -> PreTrainedModel:
         recipe = self._recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import ray
 from ray.exceptions import RayActorError
 
 from conveyor.config import OnlineRecipe, RunError
+from conveyor.run_folder import RunFolder
 from conveyor.workers.clocks import Clocks, clock_offset
 from conveyor.workers.placement import Placement
+from conveyor.workers.reward import RewardWorker
 from conveyor.workers.rollout import RolloutWorker
 from conveyor.workers.score import ScoreWorker
 from conveyor.workers.train import TrainWorker
@@ -28,12 +31,15 @@ class Workers:
     """Device group → one worker a slot, holding all score roles of the group."""
     trainers: list[list[Any]]
     """Ranks of each train group, in the order of the plan."""
+    rewarder: Any = None
+    """Asks the rewards that are functions or urls; None: the recipe has none."""
 
     def ready(self, on_ready: Callable[[str], None] = lambda name: None) -> Clocks:
         """Block until every worker has loaded its models, then compare clocks; a worker's exception is raised here."""
         named = [(f"rollout {i}", engine) for i, engine in enumerate(self.engines)]
         named += [(f"score {group} {i}", worker) for group, workers in self.scorers.items() for i, worker in enumerate(workers)]
         named += [(f"train {i}.{rank}", worker) for i, ranks in enumerate(self.trainers) for rank, worker in enumerate(ranks)]
+        named += [("rewards", self.rewarder)] if self.rewarder is not None else []
         asyncio.run(_all_ready(named, on_ready))
         return asyncio.run(_clocks(self))
 
@@ -109,7 +115,11 @@ def start_workers(
             for rank in range(size)
         ]
         trainers.append(ranks)
-    return Workers(engines, scorers, trainers)
+    judged = recipe.judged_rewards
+    log = RunFolder(recipe.output_dir).rewards_log
+    tokens = {reward.name: os.environ[reward.token_variable] for reward in judged if reward.token_variable is not None}
+    rewarder = placement.beside_driver(RewardWorker, rewards=judged, log=log.absolute(), tokens=tokens) if judged else None
+    return Workers(engines, scorers, trainers, rewarder)
 
 
 def _score_roles(recipe: OnlineRecipe) -> dict[str, tuple[str, ...]]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,17 +23,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
 
-from conveyor.algorithms.advantages import gae, moments, whiten
+from conveyor.algorithms.advantages import moments, whiten
 from conveyor.algorithms.losses import value_loss
-from conveyor.algorithms.metrics import Mean, Metrics, Moments
-from conveyor.algorithms.objective import actor_losses, streaming_coefficients
+from conveyor.algorithms.metrics import Mean, Metrics
+from conveyor.algorithms.objective import actor_losses, pair_losses, streaming_coefficients
 from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
-from conveyor.models.batch import empty_batch, make_train_batch, merge_scores, sample_report
+from conveyor.models.batch import merge_scores
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_critic, response_values
 from conveyor.models.train_engine import TrainEngine
-from conveyor.types import SampleId, Scored, TrainBatch
+from conveyor.types import TrainBatch
+from conveyor.workers.mixing import Mixing
+from conveyor.workers.prepared import Prepared, by_token
 from conveyor.workers.records import fetch, fetch_rollouts
 from conveyor.workers.reports import (
     Denominators,
@@ -41,26 +43,15 @@ from conveyor.workers.reports import (
     OptimReport,
     PrepareReport,
     Publication,
-    SampleReport,
     SampleRow,
     Span,
     StepReport,
+    StepSettings,
     TrainReport,
     UpdateContext,
     WorkerInfo,
 )
 from conveyor.workers.weight_sync import BucketWriter, publish
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """This rank's share of a micro-batch."""
-
-    samples: list[Scored]
-    reports: list[SampleReport]
-    batch: TrainBatch
-    advantages: dict[SampleId, float]
-    """Of samples in the loss, mean over their tokens, as last trained."""
 
 
 class TrainWorker:
@@ -90,9 +81,8 @@ class TrainWorker:
         cores: core ids on CPU; None: GPU.
         """
         self._recipe, self._rank, self._world_size, self._cores = recipe, rank, world_size, cores
-        self._weights = {reward.name: reward.weight for reward in recipe.rewards}
-        self._prepared: dict[MicroBatchKey, _Prepared] = {}
-        self._in_update: list[_Prepared] = []
+        self._prepared: dict[MicroBatchKey, Prepared] = {}
+        self._in_update: list[Prepared] = []
         """Trained since the last optimizer step."""
         self._centre: float | None = None
         """`streaming_exact`: what this rank takes the advantages of an update relative to, the mean of its first micro-batch."""
@@ -106,10 +96,17 @@ class TrainWorker:
             dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
         self._tokenizer = load_tokenizer(recipe.model)
         self._engines = {role: self._engine(role, total_updates) for role in roles}
+        mixes = recipe.ptx is not None and "actor" in roles
+        self._mixing = Mixing(recipe, rank, world_size) if mixes else None
+        self._warming = False
+        """The update is one of those in which the critic is trained alone."""
 
     def _engine(self, role: str, total_updates: int) -> TrainEngine:
         recipe, train = self._recipe, self._recipe.train
         section: sections.Model = recipe.model if role == "actor" else recipe.critic or recipe.model
+        if role == "actor":
+            per_step = recipe.algorithm.update_epochs * (recipe.samples_per_step // recipe.samples_per_update)
+            total_updates = max(1, total_updates - train.critic_warmup_steps * per_step)
         return TrainEngine(
             load_language_model(section) if role == "actor" else load_critic(recipe),
             train,
@@ -126,7 +123,7 @@ class TrainWorker:
     # ── a micro-batch ────────────────────────────────────────────────────────────────────────────
 
     @ray.method(concurrency_group="prepare")
-    def prepare(self, key: MicroBatchKey, rollouts: Sequence[Any], scores: Sequence[Any]) -> PrepareReport:
+    def prepare(self, key: MicroBatchKey, rollouts: Sequence[Any], scores: Sequence[Any], settings: StepSettings) -> PrepareReport:
         """Make this rank's share of a micro-batch ready; it is kept until its step is finished.
 
         Args:
@@ -134,47 +131,30 @@ class TrainWorker:
             scores: `PartialScores` of its score parts, or references to them.
         """
         start = time.time()
-        algorithm = self._recipe.algorithm
-        on_policy = self._recipe.pipeline.max_staleness == 0
-        samples = merge_scores(fetch_rollouts(rollouts), fetch(scores))[self._rank :: self._world_size]
-        batch = make_train_batch(samples, self._weights, algorithm, on_policy) if samples else empty_batch()
-        reports = [sample_report(sample, self._weights, algorithm, on_policy) for sample in samples]
-        found: Moments | None = None
-        if self._recipe.uses_critic and algorithm.normalize == "update":
-            assert batch.values is not None, "whitening over the update needs the values of a snapshot"
-            advantages, _ = gae(batch.token_rewards, batch.values, batch.response_mask, algorithm.gamma, algorithm.lam)
-            found = moments(advantages, batch.loss_mask)
-        self._prepared[key] = _Prepared(samples, reports, batch, {})
-        return PrepareReport(key, tuple(reports), found, Span(start, time.time()))
+        everything = merge_scores(fetch_rollouts(rollouts), fetch(scores))
+        self._prepared[key] = prepared = Prepared.share_of(self._recipe, everything, settings, self._rank, self._world_size)
+        return PrepareReport(key, tuple(prepared.reports), Span(start, time.time()))
 
     def forward_backward(self, key: MicroBatchKey, shared: UpdateContext, last: bool) -> TrainReport:
         """Add the micro-batch's gradient to the update's. `last`: no other micro-batch of this update follows."""
         start = time.time()
         prepared = self._prepared[key]
         metrics: Metrics = {}
+        self._warming = key.step < self._recipe.train.critic_warmup_steps
+        if shared.scores is not None:
+            prepared.rescore(shared.scores)
         batch = _to(prepared.batch, next(iter(self._engines.values())).device)
-        advantages = self._given_advantages(prepared, shared, batch.response_mask)
-        if self._recipe.uses_critic:
-            advantages = self._critic_pass(batch, last, metrics)
-        assert advantages is not None
+        advantages = self._critic_pass(batch, last, metrics) if self._recipe.uses_critic else prepared.advantages_of(batch, shared)
         if shared.whiten is not None:
             advantages = whiten(advantages, batch.response_mask, *shared.whiten)
-        if "actor" in self._engines:
-            self._actor_pass(batch, advantages, last, metrics)
-        prepared.advantages = _means(prepared.samples, advantages, batch.loss_mask)
+        if "actor" in self._engines and not self._warming:
+            self._actor_pass(prepared, batch, advantages, last and self._mixing is None, metrics)
+        prepared.note(advantages, batch.loss_mask)
         self._in_update.append(prepared)
         streaming = self._recipe.algorithm.normalize == "streaming_exact"
         found = moments(advantages, batch.loss_mask) if streaming else None
         # A rank without samples has nothing to report.
         return TrainReport(metrics if prepared.samples else {}, Span(start, time.time()), found)
-
-    def _given_advantages(self, prepared: _Prepared, shared: UpdateContext, mask: Tensor) -> Tensor | None:
-        """Group estimators: the sample's advantage on each of its tokens [B, S]."""
-        if self._recipe.uses_critic:
-            return None
-        assert shared.outcome_advantages is not None
-        outcomes = [shared.outcome_advantages[sample.rollout.id] for sample in prepared.samples] or [0.0]
-        return torch.tensor(outcomes, device=mask.device)[:, None] * mask
 
     def _critic_pass(self, batch: TrainBatch, last: bool, metrics: Metrics) -> Tensor:
         """Advantages [B, S] by GAE; trains the critic if it lives here."""
@@ -183,61 +163,85 @@ class TrainWorker:
         if engine is not None:
             values = engine.forward(response_values, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask)
         old_values = batch.values if batch.values is not None or values is None else values.detach()
-        assert old_values is not None, "an actor without its critic needs the values of a snapshot"
-        advantages, returns = gae(batch.token_rewards, old_values, batch.response_mask, algorithm.gamma, algorithm.lam)
+        advantages, returns = by_token(self._recipe.algorithm, batch, old_values)
         if engine is not None and values is not None:
+            assert old_values is not None and returns is not None
             loss, found = value_loss(values, old_values, returns, batch.loss_mask, algorithm.value_clip)
             engine.backward(algorithm.value_coef * loss, last=last)
             metrics.update(found)
         return advantages
 
-    def _actor_pass(self, batch: TrainBatch, advantages: Tensor, last: bool, metrics: Metrics) -> None:
-        """The policy gradient of a micro-batch."""
+    def _actor_pass(self, prepared: Prepared, batch: TrainBatch, advantages: Tensor, last: bool, metrics: Metrics) -> None:
+        """The policy gradient of a micro-batch. `advantages` of `best_worst` are the signs of pairs."""
         algorithm, engine = self._recipe.algorithm, self._engines["actor"]
         arguments = (batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask, self._recipe.rollout.temperature)
         settings = {"entropy_grad": algorithm.entropy_coef > 0}
-        if algorithm.normalize != "streaming_exact":
-            logprobs, entropy = engine.forward(response_logprobs, *arguments, **settings)
-            losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap)
-            engine.backward(losses.policy + losses.other, last=last)
+        if algorithm.normalize == "streaming_exact":
+            metrics.update(self._pass_apart(engine, arguments, settings, batch, advantages, prepared.settings.kl_coef))
+            return
+        logprobs, entropy = engine.forward(response_logprobs, *arguments, **settings)
+        if algorithm.policy_loss == "dpo":
+            signs = torch.where(batch.response_mask, advantages, 0.0).sum(1).sign()
+            losses = pair_losses(logprobs, entropy, batch, signs, prepared.groups.to(engine.device), algorithm)
         else:
-            if self._centre is None and batch.loss_mask.any():
-                self._centre = advantages[batch.loss_mask].mean().item()
-            centre, cap = self._centre or 0.0, self._recipe.importance_cap
-            logprobs, entropy = engine.forward_apart(response_logprobs, *arguments, **settings)
-            losses = actor_losses(logprobs, entropy, batch, advantages - centre, algorithm, cap)
-            ones = actor_losses(logprobs, entropy, batch, torch.ones_like(advantages), algorithm, cap)
-            apart = {"advantages": losses.policy, "ones": ones.policy} | ({"other": losses.other} if losses.other.requires_grad else {})
-            engine.backward_apart(apart)
-            policy, of_ones = losses.metrics["loss/policy"], ones.metrics["loss/policy"]
-            assert isinstance(policy, Mean) and isinstance(of_ones, Mean)
-            # Of the advantages as they are: the loss is linear in them too, and ranks have centres of their own.
-            losses.metrics["loss/policy"] = Mean(policy.total + centre * of_ones.total, policy.count)
-            metrics["loss/policy_ones"] = of_ones
+            losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap, prepared.settings.kl_coef)
+        engine.backward(losses.policy + losses.other, last=last)
         metrics.update(losses.metrics)
+
+    def _pass_apart(
+        self, engine: TrainEngine, arguments: Any, settings: Any, batch: TrainBatch, advantages: Tensor, kl_coef: float
+    ) -> Metrics:
+        """`streaming_exact`: the gradients of the parts of the loss are kept apart."""
+        algorithm, cap = self._recipe.algorithm, self._recipe.importance_cap
+        if self._centre is None and batch.loss_mask.any():
+            self._centre = advantages[batch.loss_mask].mean().item()
+        centre = self._centre or 0.0
+        logprobs, entropy = engine.forward_apart(response_logprobs, *arguments, **settings)
+        losses = actor_losses(logprobs, entropy, batch, advantages - centre, algorithm, cap, kl_coef)
+        ones = actor_losses(logprobs, entropy, batch, torch.ones_like(advantages), algorithm, cap, kl_coef)
+        apart = {"advantages": losses.policy, "ones": ones.policy} | ({"other": losses.other} if losses.other.requires_grad else {})
+        engine.backward_apart(apart)
+        policy, of_ones = losses.metrics["loss/policy"], ones.metrics["loss/policy"]
+        assert isinstance(policy, Mean) and isinstance(of_ones, Mean)
+        # Of the advantages as they are: the loss is linear in them too, and ranks have centres of their own.
+        losses.metrics["loss/policy"] = Mean(policy.total + centre * of_ones.total, policy.count)
+        return losses.metrics | {"loss/policy_ones": of_ones}
 
     # ── an update, a step ────────────────────────────────────────────────────────────────────────
 
     def optim_step(self, denominators: Denominators) -> OptimReport:
-        """One optimizer step of each model here. The actor's losses have one denominator, tokens or sequences by
-        `loss_aggregation`; the critic's is tokens."""
+        """One optimizer step of each model here that is trained in this update. The denominator of the actor's losses goes by
+        `loss_aggregation` (of dpo: pairs); the critic's is tokens."""
         start = time.time()
-        if denominators.whiten is not None:
-            self._whiten_apart(*denominators.whiten)
-        if self._gradient_file is not None:
-            self._write_gradient(self._gradient_file, denominators)
+        engines = {role: engine for role, engine in self._engines.items() if role != "actor" or not self._warming}
+        counts = {role: self._count(denominators, role) for role in engines}
+        metrics: Metrics = {}
+        if "actor" in engines and denominators.whiten is not None:
+            self._whiten_apart(*denominators.whiten, last=self._mixing is None)
+        if "actor" in engines and self._mixing is not None:
+            # An update with nothing in the policy's loss still learns from the rows that are mixed in.
+            counts["actor"] = max(1, counts["actor"])
+            metrics = self._mixing.add(engines["actor"], counts["actor"])
+        if self._gradient_file is not None and not self._warming:
+            self._write_gradient(self._gradient_file, counts)
         self._in_update.clear()
-        steps: dict[str, StepReport] = {role: engine.step(self._count(denominators, role)) for role, engine in self._engines.items()}
-        return OptimReport(steps, Span(start, time.time()))
+        steps: dict[str, StepReport] = {role: engine.step(counts[role]) for role, engine in engines.items()}
+        return OptimReport(steps, Span(start, time.time()), metrics)
 
     def _count(self, denominators: Denominators, role: str) -> int:
-        by_tokens = role == "critic" or self._recipe.algorithm.loss_aggregation == "token_mean"
-        return denominators.tokens if by_tokens else denominators.sequences
+        recipe, aggregation = self._recipe, self._recipe.algorithm.loss_aggregation
+        if role == "critic":
+            return denominators.tokens
+        if recipe.algorithm.policy_loss == "dpo":
+            return denominators.pairs
+        if not denominators.tokens:
+            return 0
+        constant = denominators.samples * recipe.rollout.max_response_length
+        return {"token_mean": denominators.tokens, "sequence_mean": denominators.sequences, "constant": constant}[aggregation]
 
-    def _whiten_apart(self, mean: float, std: float) -> None:
+    def _whiten_apart(self, mean: float, std: float, last: bool) -> None:
         """`streaming_exact`: the sums that were kept apart become the gradient of whitened advantages."""
-        if "actor" in self._engines:
-            self._engines["actor"].mix_apart(streaming_coefficients(mean - (self._centre or 0.0), std))
+        self._engines["actor"].mix_apart(streaming_coefficients(mean - (self._centre or 0.0), std), last=last)
         self._centre = None
         for prepared in self._in_update:
             whitened = {sample: (advantage - mean) / std if std else 0.0 for sample, advantage in prepared.advantages.items()}
@@ -247,10 +251,10 @@ class TrainWorker:
         """Write the gradient of the next update, before clipping, to ROLES.safetensors in a folder; names are ROLE.NAME."""
         self._gradient_file = Path(folder) / f"{'+'.join(self._engines)}.safetensors"
 
-    def _write_gradient(self, file: Path, denominators: Denominators) -> None:
+    def _write_gradient(self, file: Path, counts: Mapping[str, int]) -> None:
         gradients: dict[str, Tensor] = {}
         for role, engine in self._engines.items():
-            gradients |= {f"{role}.{name}": gradient for name, gradient in engine.gradient(max(1, self._count(denominators, role)))}
+            gradients |= {f"{role}.{name}": gradient for name, gradient in engine.gradient(max(1, counts[role]))}
         if self._rank == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             save_file(gradients, file)
@@ -264,7 +268,7 @@ class TrainWorker:
     def finish_step(self, step: int) -> list[SampleRow]:
         """Forget a step's micro-batches; returns the rows of this rank's samples, in prompt order."""
         keys = [key for key in self._prepared if key.step == step]
-        rows = [row for key in keys for row in _rows(self._prepared.pop(key))]
+        rows = [row for key in keys for row in self._prepared.pop(key).rows()]
         return sorted(rows, key=lambda row: row.id)
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────
@@ -288,28 +292,3 @@ class TrainWorker:
 def _to(batch: TrainBatch, device: torch.device) -> TrainBatch:
     moved = {f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)}
     return replace(batch, **moved)
-
-
-def _means(samples: Sequence[Scored], advantages: Tensor, mask: Tensor) -> dict[SampleId, float]:
-    """Mean advantage over the tokens in the loss, of samples that have any."""
-    counts = mask.sum(1)
-    means = (advantages.masked_fill(~mask, 0).sum(1) / counts.clamp(min=1)).tolist()
-    return {s.rollout.id: mean for s, mean, count in zip(samples, means, counts.tolist(), strict=False) if count}
-
-
-def _rows(prepared: _Prepared) -> list[SampleRow]:
-    return [
-        SampleRow(
-            id=report.id,
-            prompt=sample.rollout.prompt.text,
-            response=sample.rollout.text,
-            rewards=report.rewards,
-            score=report.score,
-            advantage=prepared.advantages.get(report.id),
-            version=report.oldest_version,
-            finish_reason=sample.rollout.finish_reason,
-            prompt_length=len(sample.rollout.prompt.token_ids),
-            response_length=len(sample.rollout.response_ids),
-        )
-        for sample, report in zip(prepared.samples, prepared.reports, strict=True)
-    ]

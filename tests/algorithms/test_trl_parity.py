@@ -1,10 +1,13 @@
 """The same tensors through TRL's own code (a test-only dependency) and through ours, within 1e-6.
 
 * policy loss and KL loss: the real `GRPOTrainer._compute_loss`, on a trainer that was never initialised, whose forward
-  pass is replaced by given log-probs. Its `bnpo` loss is PPO's token mean, its `grpo` loss the mean of sequence means.
+  pass is replaced by given log-probs. Its `bnpo` loss is PPO's token mean, `dapo` the same with the count of the whole update
+  given, `grpo` the mean of sequence means, `dr_grpo` our `constant`; its `delta` is our dual clip; its GSPO is
+  `importance_sampling_level: sequence` with `grpo`.
+* pairs: the real `OnlineDPOTrainer.training_step`, on such a trainer too.
 * group advantages: TRL computes them inside `_generate_and_score_completions`, which cannot be called without a model and
   data. Its `nanstd` is called here; the lines round it (TRL 1.16 trainer/grpo_trainer.py, "sum_then_normalize", and
-  rloo_trainer.py, "RLOO advantages computation") are recomputed.
+  rloo_trainer.py, "RLOO advantages computation") are recomputed. So are those of its importance sampling modes.
 * GAE and the value loss: TRL 1.16 has no PPO trainer any more. GAE is recomputed as TRL's last one did it: backwards
   over columns, padding zeroed beforehand, then masked whitening with the unbiased variance.
 """
@@ -16,13 +19,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conveyor.algorithms.advantages import gae, group_advantages, moments, whiten, whitening
-from conveyor.algorithms.losses import importance_weights, kl_estimate, kl_loss, policy_loss
+from conveyor.algorithms.advantages import gae, group_advantages, moments, normalize_group, whiten, whitening
+from conveyor.algorithms.losses import kl_estimate, kl_loss
+from conveyor.algorithms.mismatch import importance_weights
+from conveyor.algorithms.policy_losses import policy_loss
+from conveyor.algorithms.preferences import dpo_loss
+from tests.algorithms.batches import CORRECTIONS
 
 pytestmark = pytest.mark.slow  # importing TRL's trainer takes many seconds
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}
 LOW, HIGH = 0.2, 0.28
+MAX_LENGTH = 9
+LOSSES = [("bnpo", "token_mean", 16), ("dapo", "token_mean", 16), ("grpo", "sequence_mean", 4), ("dr_grpo", "constant", 4 * MAX_LENGTH)]
+by_loss = pytest.mark.parametrize(("loss_type", "aggregation", "denominator"), LOSSES)
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +42,32 @@ def grpo_trainer():
         return pytest.importorskip("trl.trainer.grpo_trainer")
 
 
+class OneProcess:
+    """Stands for accelerate's Accelerator."""
+
+    num_processes = 1
+    gather = gather_for_metrics = staticmethod(lambda tensor: tensor)
+
+    def reduce(self, tensor, reduction):
+        return tensor
+
+    def backward(self, loss, **kwargs):
+        pass
+
+
 @pytest.fixture(scope="module")
 def compute_loss(grpo_trainer):
-    """(inputs, log-probs [B, S], loss_type, beta, use_weights) → (TRL's loss, its metrics)."""
+    """(inputs, log-probs [B, S], loss_type, …) → (TRL's loss, its metrics)."""
 
     class Bare(grpo_trainer.GRPOTrainer):
-        def __init__(self, logprobs, loss_type, beta, use_weights):
+        def __init__(self, logprobs, loss_type, beta, use_weights, level, delta, high):
             self._logprobs = logprobs
             self.model = SimpleNamespace(training=True)
-            self.args = SimpleNamespace(delta=None, use_bias_correction_kl=False)
-            self.accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
-            self.loss_type, self.beta, self.epsilon_low, self.epsilon_high = loss_type, beta, LOW, HIGH
-            self.importance_sampling_level, self.top_entropy_quantile, self.off_policy_mask_threshold = "token", 1.0, None
+            self.args = SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1)
+            self.accelerator = OneProcess()
+            self.loss_type, self.beta, self.epsilon_low, self.epsilon_high = loss_type, beta, LOW, high
+            self.importance_sampling_level, self.top_entropy_quantile, self.off_policy_mask_threshold = level, 1.0, None
+            self.max_completion_length = MAX_LENGTH
             self.use_vllm = self.vllm_importance_sampling_correction = use_weights
             self.current_gradient_accumulation_steps = 1
             self.aux_loss_enabled = self._entropy_bonus_enabled = False
@@ -52,8 +76,8 @@ def compute_loss(grpo_trainer):
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             return self._logprobs, torch.zeros_like(self._logprobs), None
 
-    def compute(inputs, logprobs, loss_type, beta=0.0, use_weights=False):
-        trainer = Bare(logprobs, loss_type, beta, use_weights)
+    def compute(inputs, logprobs, loss_type, beta=0.0, use_weights=False, level="token", delta=None, high=HIGH):
+        trainer = Bare(logprobs, loss_type, beta, use_weights, level, delta, high)
         return trainer._compute_loss(None, inputs), {name: values[0] for name, values in trainer._metrics["train"].items()}
 
     return compute
@@ -80,13 +104,15 @@ def trl_inputs(batch, **more):
     prompt = torch.ones(4, 2, dtype=torch.long)
     return {
         "prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": torch.ones(4, 7, dtype=torch.long),
-        "completion_mask": batch.mask.long(), "advantages": batch.advantages, "old_per_token_logps": batch.old, **more,
+        "completion_mask": batch.mask.long(), "advantages": batch.advantages, "old_per_token_logps": batch.old,
+        "num_items_in_batch": batch.mask.sum(), **more,
     }  # fmt: skip
 
 
 def ours(batch, aggregation, **more):
     advantages = batch.advantages[:, None].expand(-1, 7)
-    return policy_loss(batch.logprobs, batch.old, advantages, batch.mask, clip_low=LOW, clip_high=HIGH, aggregation=aggregation, **more)
+    clip = {"clip_low": LOW, "clip_high": HIGH}
+    return policy_loss(batch.logprobs, batch.old, advantages, batch.mask, aggregation=aggregation, **(clip | more))
 
 
 def same(batch, loss, trl_loss):
@@ -95,7 +121,7 @@ def same(batch, loss, trl_loss):
     torch.testing.assert_close(*gradients, **CLOSE)
 
 
-@pytest.mark.parametrize(("loss_type", "aggregation", "denominator"), [("bnpo", "token_mean", 16), ("grpo", "sequence_mean", 4)])
+@by_loss
 def test_policy_loss(compute_loss, batch, loss_type, aggregation, denominator):
     trl_loss, trl_metrics = compute_loss(trl_inputs(batch), batch.logprobs, loss_type)
     loss, metrics = ours(batch, aggregation)
@@ -104,7 +130,44 @@ def test_policy_loss(compute_loss, batch, loss_type, aggregation, denominator):
     assert metrics["clip_fraction"].value > 0
 
 
-@pytest.mark.parametrize(("loss_type", "aggregation", "denominator"), [("bnpo", "token_mean", 16), ("grpo", "sequence_mean", 4)])
+@by_loss
+def test_dual_clip(compute_loss, batch, loss_type, aggregation, denominator):
+    """TRL's `delta` cuts the ratio, ours the loss: the same for bounds beyond the upper clip, which a recipe must have."""
+    trl_loss, _ = compute_loss(trl_inputs(batch), batch.logprobs, loss_type, delta=1.4)
+    loss, _ = ours(batch, aggregation, dual_clip=1.4)
+    same(batch, loss / denominator, trl_loss)
+    assert loss.item() != ours(batch, aggregation)[0].item()
+
+
+def test_gspo(compute_loss, batch):
+    trl_loss, _ = compute_loss(trl_inputs(batch), batch.logprobs, "grpo", level="sequence")
+    loss, _ = ours(batch, "sequence_mean", kind="gspo")
+    same(batch, loss / 4, trl_loss)
+
+
+def test_cispo(compute_loss, batch):
+    """TRL has an upper bound only, and counts it from 0: ours with ε_low = 1, from 1."""
+    trl_loss, _ = compute_loss(trl_inputs(batch), batch.logprobs, "cispo", high=1.2)
+    loss, metrics = ours(batch, "token_mean", kind="cispo", clip_low=1.0, clip_high=0.2)
+    same(batch, loss / 16, trl_loss)
+    assert metrics["clip_fraction"].value > 0
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_importance_sampling_modes(compute_loss, batch, correction):
+    difference = (batch.old - batch.rollout) * batch.mask
+    if correction.startswith("sequence"):
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = torch.exp(difference)
+    ratio = ratio.clamp(max=1.3) if correction.endswith("truncate") else ratio.masked_fill(ratio > 1.3, 0.0)
+    weights = importance_weights(batch.old, batch.rollout, batch.mask, 1.3, correction)
+    torch.testing.assert_close(weights, ratio * batch.mask, **CLOSE)
+    trl_loss, _ = compute_loss(trl_inputs(batch, importance_sampling_ratio=ratio), batch.logprobs, "grpo", use_weights=True)
+    loss, _ = ours(batch, "sequence_mean", importance_weights=weights)
+    same(batch, loss / 4, trl_loss)
+
+
+@by_loss
 def test_grpo_loss_with_kl_and_importance_weights(compute_loss, batch, loss_type, aggregation, denominator):
     weights = importance_weights(batch.old, batch.rollout, batch.mask, cap=2.0)
     trl_weights = torch.exp(batch.old - batch.rollout).clamp(max=2.0)
@@ -146,7 +209,51 @@ def test_group_advantages(grpo_trainer, outcomes):
         "rloo": rewards - baselines,
     }
     for estimator, wanted in expected.items():
-        assert group_advantages(outcomes, estimator) == pytest.approx(torch.nan_to_num(wanted, nan=0.0).tolist(), abs=1e-6)
+        found = group_advantages(outcomes, estimator)
+        assert found == pytest.approx(torch.nan_to_num(wanted, nan=0.0).tolist(), abs=1e-6)
+        # `normalize_advantages` of TRL's RLOO trainer, for a batch of one group
+        wanted = (wanted - torch.nanmean(wanted)) / (grpo_trainer.nanstd(wanted) + 1e-4)
+        assert normalize_group(found, outcomes) == pytest.approx(torch.nan_to_num(wanted, nan=0.0).tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_online_dpo(batch, kind):
+    """TRL's batch is all first answers, then all second ones; scores 1, 0 and 2, 5 make answers 0 and 3 the better ones."""
+    module = pytest.importorskip("trl.experimental.online_dpo.online_dpo_trainer")
+    models = {"policy": batch.logprobs, "reference": batch.reference}
+
+    class Bare(module.OnlineDPOTrainer):
+        beta = 0.3
+
+        def __init__(self):
+            self.args = SimpleNamespace(
+                use_vllm=False, missing_eos_penalty=None, loss_type=kind, n_gpu=1, gradient_accumulation_steps=1, optim="adamw",
+                torch_empty_cache_steps=None,
+            )  # fmt: skip
+            self.ref_model, self.eos_token_ids, self.reward_funcs = "reference", [0], [None]
+            self.processing_class = SimpleNamespace(batch_decode=lambda ids, **kwargs: [""] * len(ids))
+            self.accelerator, self.stats = OneProcess(), defaultdict(list)
+
+        def _generate(self, model, prompts, images):
+            ids = torch.ones(4, 7, dtype=torch.long)
+            return ids, ids, ids, batch.mask.long(), None
+
+        def _forward(self, model, *args):
+            return models["reference" if model == "reference" else "policy"]
+
+        def _calculate_rewards_from_functions(self, **kwargs):
+            return torch.tensor([1.0, 2.0, 0.0, 5.0])
+
+    trainer = Bare()
+    trainer.accelerator.backward = lambda loss: setattr(trainer, "loss", loss)
+    trainer.training_step(SimpleNamespace(train=lambda: None), {"prompt": ["a", "b"]})
+
+    signs = [s for pair in ([1.0, 0.0], [2.0, 5.0]) for s in group_advantages(pair, "best_worst")]
+    signs = torch.tensor(signs)[[0, 2, 1, 3]]
+    loss, metrics = dpo_loss(batch.logprobs, batch.reference, batch.mask, signs, torch.tensor([0, 1, 0, 1]), beta=0.3, kind=kind)
+    same(batch, loss / 2, trainer.loss)
+    assert metrics["dpo/accuracy"].value == trainer.stats["rewards/accuracies"][0]
+    assert metrics["dpo/margin"].value == pytest.approx(trainer.stats["rewards/margins"][0], abs=1e-6)
 
 
 def test_gae_and_whitening():

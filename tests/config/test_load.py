@@ -1,12 +1,19 @@
 """A recipe is right, or the user gets one line that names the key."""
 
+import ast
+import sys
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import yaml
 
-from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, load_recipe, parse_recipe
+from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, load_recipe, parse_recipe, rules
 from conveyor.config.describe import keys
+from conveyor.config.presets import METHOD_DEFAULTS
+from conveyor.config.recipe import METHODS
 
 GRPO = {
     "method": "grpo",
@@ -36,55 +43,263 @@ def test_the_reference_is_not_placed_without_kl() -> None:
     assert isinstance(recipe, OnlineRecipe) and "reference" not in recipe.placed_roles
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"trian": {}}, "trian: unknown key; do you mean train?"),
-        ({"train": {"stpes": 1}}, "train.stpes: unknown key; do you mean train.steps?"),
-        ({"train": {"overlap": False}}, "train.overlap: unknown key; do you mean pipeline.overlap?"),
-        ({"zzzzzzzz": 1}, "zzzzzzzz: unknown key"),
-        ({"train": {"steps": "many"}}, "train.steps: Input should be a valid integer"),
-        ({"train": {"steps": 0}}, "train.steps: Input should be greater than 0"),
-        ({"method": "pop"}, "method: 'pop'; one of"),
-        ({"rewards": []}, "rewards: "),
-        ({"rewards": [{"name": "a"}]}, "rewards.a: give exactly one of model and function"),
-        ({"rewards": [{"name": "a", "model": "x"}, {"name": "a", "model": "y"}]}, "rewards: two rewards are named a"),
-        ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt: group_norm compares"),
-        ({"rollout": {"top_p": 0.9}}, "rollout.top_p: samples would come from a truncated distribution"),
-        ({"rollout": {"top_k": 20}}, "rollout.top_k: samples would come from a truncated distribution"),
-        ({"train": {"train_batch_size": 12}}, "train.train_batch_size: must be a multiple of rollout.n_samples_per_prompt (8)"),
-        ({"train": {"train_batch_size": 512}}, "train.train_batch_size: 512 samples are more than a step has (256)"),
-        ({"pipeline": {"micro_batch_size": 300}}, "pipeline.micro_batch_size: larger than an update"),
-        (
-            {"devices": {"rollout": 1, "train": 1}},
-            "devices: role reference is on score, which devices has not (rollout, train); place it: roles: {score: train}",
-        ),
-        ({"devices": {"rollout": 1, "train": 1}, "roles": {"score": "trian"}}, "roles.score: no device group trian"),
-        ({"roles": {"judge": "score"}}, "roles.judge: no such role"),
-        ({"rewards": [{"name": "actor", "model": "x"}]}, "rewards: actor is the name of a role"),
-        ({"train": {"offload_optimizer": True}}, "train.offload_optimizer: needs train.zero_stage"),
-        ({"algorithm": {"kl_in": "reward", "kl_estimator": "k3"}}, "algorithm.kl_estimator: in the reward only k1"),
-        ({"train": {"steps": True}}, "train.steps: Input should be a valid integer"),
-        ({"train": {"steps": "3"}}, "train.steps: Input should be a valid integer"),
-        ({"train": {"learning_rate": True}}, "train.learning_rate: Input should be a number"),
-        ({"train": {"adam_betas": [1.5, 0.9]}}, "train.adam_betas.0: Input should be less than 1"),
-        ({"pipeline": {"overlap": "yes"}}, "pipeline.overlap: Input should be a valid boolean"),
-        ({"rollout": {"stop": [""]}}, "rollout.stop.0: "),
-        (
-            {"data": {"path": "d", "eval_path": "e"}},
-            "data.eval_path: grpo evaluates by sampling: name the held-out prompts",
-        ),
-        ({"devices": {"rollout": 1, "score": 1, "train": 1, "spare": 1}}, "devices.spare: no role is placed on this group"),
-        ({"rewards": [{"name": "timeouts", "model": "x"}]}, "rewards: timeouts is the name of"),
-        ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: "),
-        ({"model": None}, "model: "),
-    ],
-)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"trian": {}}, "trian: unknown key; do you mean train?"),
+    ({"train": {"stpes": 1}}, "train.stpes: unknown key; do you mean train.steps?"),
+    ({"train": {"overlap": False}}, "train.overlap: unknown key; do you mean pipeline.overlap?"),
+    ({"zzzzzzzz": 1}, "zzzzzzzz: unknown key"),
+    ({"train": {"steps": "many"}}, "train.steps: Input should be a valid integer"),
+    ({"train": {"steps": 0}}, "train.steps: Input should be greater than 0"),
+    ({"method": "pop"}, "method: 'pop'; one of"),
+    ({"rewards": []}, "rewards: "),
+    ({"rewards": [{"name": "a"}]}, "rewards.a: give exactly one of model, function and url"),
+    ({"rewards": [{"name": "a", "model": "x"}, {"name": "a", "model": "y"}]}, "rewards: two rewards are named a"),
+    ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt: group_norm compares"),
+    ({"rollout": {"top_p": 0.9}}, "rollout.top_p: samples would come from a truncated distribution"),
+    ({"rollout": {"top_k": 20}}, "rollout.top_k: samples would come from a truncated distribution"),
+    ({"train": {"train_batch_size": 12}}, "train.train_batch_size: must be a multiple of rollout.n_samples_per_prompt (8)"),
+    ({"train": {"train_batch_size": 512}}, "train.train_batch_size: 512 samples are more than a step has (256)"),
+    ({"pipeline": {"micro_batch_size": 300}}, "pipeline.micro_batch_size: larger than an update"),
+    (
+        {"devices": {"rollout": 1, "train": 1}},
+        "devices: role reference is on score, which devices has not (rollout, train); place it: roles: {score: train}",
+    ),
+    ({"devices": {"rollout": 1, "train": 1}, "roles": {"score": "trian"}}, "roles.score: no device group trian"),
+    ({"roles": {"judge": "score"}}, "roles.judge: no such role"),
+    ({"rewards": [{"name": "actor", "model": "x"}]}, "rewards: actor is the name of a role"),
+    ({"train": {"offload_optimizer": True}}, "train.offload_optimizer: needs train.zero_stage"),
+    ({"train": {"steps": True}}, "train.steps: Input should be a valid integer"),
+    ({"train": {"steps": "3"}}, "train.steps: Input should be a valid integer"),
+    ({"train": {"learning_rate": True}}, "train.learning_rate: Input should be a number"),
+    ({"train": {"adam_betas": [1.5, 0.9]}}, "train.adam_betas.0: Input should be less than 1"),
+    ({"pipeline": {"overlap": "yes"}}, "pipeline.overlap: Input should be a valid boolean"),
+    ({"rollout": {"stop": [""]}}, "rollout.stop.0: "),
+    (
+        {"data": {"path": "d", "eval_path": "e"}},
+        "data.eval_path: grpo evaluates by sampling: name the held-out prompts",
+    ),
+    ({"devices": {"rollout": 1, "score": 1, "train": 1, "spare": 1}}, "devices.spare: no role is placed on this group"),
+    ({"rewards": [{"name": "timeouts", "model": "x"}]}, "rewards: timeouts is the name of"),
+    ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: "),
+    ({"model": None}, "model: "),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), BAD)
 def test_bad_settings_are_one_line_that_names_the_key(tmp_path: Path, changes: dict, line: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(write(tmp_path, GRPO | changes))
     text = str(caught.value)
     assert f"recipe.yaml: {line}" in text and "\n" not in text
+
+
+def base(method: str, *rewards: dict, **changes: Any) -> dict[str, Any]:
+    given = {"rewards": list(rewards)} if rewards else {}
+    return GRPO | {"method": method} | given | changes
+
+
+FUNCTION = {"name": "f", "function": "f.py:f"}
+TWO = {"rollout": {"n_samples_per_prompt": 2}}
+DPO = {"pipeline": {"micro_batch_size": 2}}
+RULES: list[tuple[dict[str, Any], str]] = [
+    # method
+    (base("distillation"), "reference: distillation learns from the teacher that is named here"),
+    (
+        base("distillation", reference={"path": "t"}, algorithm={"kl_coef": 0}),
+        "algorithm.kl_coef: 0 would leave nothing to learn from the teacher",
+    ),
+    (base("reinforce", rewards=[]), "rewards: reinforce needs at least one"),
+    (
+        base("grpo", algorithm={"policy_loss": "dpo", "kl_coef": 0}),
+        "algorithm.policy_loss: dpo and advantage_estimator best_worst go together",
+    ),
+    (
+        base("online_dpo", algorithm={"policy_loss": "ppo_clip"}),
+        "algorithm.policy_loss: dpo and advantage_estimator best_worst go together",
+    ),
+    (base("grpo", train={"critic_warmup_steps": 1}), "train.critic_warmup_steps: group_norm has no critic"),
+    # rollout and sizes
+    (base("grpo", rollout={"max_concurrent_requests": 7}), "rollout.max_concurrent_requests: a group of 8 samples does not fit"),
+    (
+        base("remax", rollout={"n_samples_per_prompt": 4, "max_concurrent_requests": 4}),
+        "rollout.max_concurrent_requests: a group of 5 samples does not fit",
+    ),
+    (base("grpo", train={"train_batch_size": 48}), "train.train_batch_size: must divide the 256 samples of a step"),
+    (
+        base("online_dpo", pipeline={"micro_batch_size": 3}),
+        "pipeline.micro_batch_size: must be a multiple of rollout.n_samples_per_prompt (2)",
+    ),
+    # estimators
+    *[
+        (base(method, FUNCTION, rollout={"n_samples_per_prompt": 1}), f"rollout.n_samples_per_prompt: {estimator} compares the samples")
+        for method, estimator in (
+            ("dr_grpo", "dr_grpo"),
+            ("rloo", "rloo"),
+            ("opo", "opo"),
+            ("reinforce_pp_baseline", "reinforce_pp_baseline"),
+            ("dapo", "group_norm"),
+            ("online_dpo", "best_worst"),
+        )
+    ],
+    (base("ppo", algorithm={"normalize": "group"}), "algorithm.normalize: group is for estimators with one advantage a sample, not gae"),
+    (base("reinforce_pp", algorithm={"normalize": "group"}), "algorithm.normalize: group is for estimators with one advantage a sample"),
+    (base("grpo", algorithm={"normalize": "group"}), "algorithm.normalize: group_norm is normalised by group already"),
+    (
+        base("online_dpo", algorithm={"normalize": "group"}, **DPO),
+        "algorithm.normalize: group is for estimators with one advantage a sample",
+    ),
+    (base("online_dpo", algorithm={"normalize": "update"}, **DPO), "algorithm.normalize: the dpo loss has no advantages to whiten"),
+    (
+        base("reinforce_pp", {"name": "a", "model": "m", "normalize": "batch"}),
+        "rewards.a.normalize: batch statistics and whitened advantages by token (reinforce_pp) would wait for each other",
+    ),
+    # losses
+    (base("gspo", algorithm={"dual_clip": 3.0}), "algorithm.dual_clip: belongs to policy_loss ppo_clip, not gspo"),
+    (base("ppo", algorithm={"dual_clip": 1.2}), "algorithm.dual_clip: must be more than 1 + the upper clip ratio"),
+    (base("ppo", algorithm={"dual_clip": 1.3, "clip_ratio_high": 0.4}), "algorithm.dual_clip: must be more than 1 + the upper clip ratio"),
+    (base("ppo", algorithm={"overlong_buffer": 257}), "algorithm.overlong_buffer: more than rollout.max_response_length (256)"),
+    (base("online_dpo", algorithm={"entropy_coef": 0.1}, **DPO), "algorithm.entropy_coef: the dpo loss has no entropy bonus"),
+    (base("online_dpo", algorithm={"importance_cap": 2.0}, **DPO), "algorithm.importance_cap: the dpo loss asks which of two answers"),
+    (
+        base("online_dpo", pipeline={"micro_batch_size": 2, "max_staleness": 1}),
+        "pipeline.max_staleness: the dpo loss asks which of two answers",
+    ),
+    # KL
+    (base("grpo", algorithm={"kl_target": 0.1, "kl_coef": 0}), "algorithm.kl_target: the controller moves kl_coef by a factor"),
+    (
+        base("distillation", reference={"path": "t"}, algorithm={"kl_target": 0.1}),
+        "algorithm.kl_target: distillation makes the KL to the teacher as small as it can",
+    ),
+    (base("dr_grpo", algorithm={"reference_refresh": 2}), "algorithm.reference_refresh: there is no reference at kl_coef 0"),
+    (
+        base("distillation", reference={"path": "t"}, algorithm={"reference_refresh": 2}),
+        "algorithm.reference_refresh: would replace the teacher",
+    ),
+    (base("online_dpo", algorithm={"kl_coef": 0.1}, **DPO), "algorithm.kl_coef: the dpo loss holds the policy near the reference itself"),
+    # whitening while it streams
+    (
+        base("grpo", algorithm={"normalize": "streaming_exact"}, train={"train_batch_size": 64}),
+        "algorithm.normalize: streaming_exact is exact at ratio 1, so with one update a step only",
+    ),
+    (
+        base("grpo", algorithm={"normalize": "streaming_exact", "update_epochs": 2}),
+        "algorithm.normalize: streaming_exact is exact at ratio 1",
+    ),
+    (
+        base("grpo", algorithm={"normalize": "streaming_exact"}, train={"zero_stage": 3}),
+        "algorithm.normalize: streaming_exact keeps a full gradient on every rank",
+    ),
+    (
+        base("grpo", {"name": "a", "model": "m", "normalize": "batch"}, algorithm={"normalize": "streaming_exact"}),
+        "algorithm.normalize: rewards normalised by batch wait for the whole update anyway",
+    ),
+    # dynamic sampling
+    (base("ppo", FUNCTION, rollout={"dynamic_sampling": True}), "rollout.dynamic_sampling: equal rewards in a group tell gae something"),
+    (
+        base("remax", FUNCTION, rollout={"dynamic_sampling": True}),
+        "rollout.dynamic_sampling: equal rewards in a group tell remax something",
+    ),
+    (base("dapo"), "rollout.dynamic_sampling: goes by rewards that are functions or urls"),
+    # rewards
+    (base("grpo", {"name": "a", "model": "m", "url": "http://x"}), "rewards.a: give exactly one of model, function and url"),
+    (base("grpo", {"name": "a", "url": "x:80"}), "rewards.a.url: 'x:80' does not begin with http:// or https://"),
+    (base("grpo", {"name": "a", "model": "m", "arguments": {"k": 1}}), "rewards.a.arguments: a reward model takes none"),
+    (base("grpo", {"name": "a", "function": "f.py:f", "token_variable": "T"}), "rewards.a.token_variable: belongs to a url"),
+    (base("grpo", {"name": "mean", "model": "m"}), "rewards: mean is the name of a role or metric"),
+    # several turns
+    (
+        base("remax", rollout={"multi_turn": {"function": "t.py:t"}}),
+        "rollout.multi_turn: the greedy baseline of remax is one answer to a prompt, not a conversation",
+    ),
+    # placement
+    (base("grpo", FUNCTION, roles={"f": "score"}), "roles.f: a function or url needs no device"),
+    (
+        base("dr_grpo", FUNCTION, devices={"rollout": 1, "train": 1, "rewards": 1}, roles={"policy_snapshot": "rewards"}),
+        "devices.rewards: ",
+    ),
+    # evaluation
+    (
+        base("distillation", reference={"path": "t"}, rewards=[], evaluate={"path": "e"}),
+        "evaluate: held-out answers are judged by rewards, and the recipe has none",
+    ),
+    (
+        base("grpo", evaluate={"path": "e", "in_bubbles": True}, roles={"rollout": "train"}),
+        "evaluate.in_bubbles: rollout shares its devices with actor, so there are no bubbles",
+    ),
+    (
+        base("grpo", evaluate={"path": "e", "n_samples_per_prompt": 64, "greedy": True}),
+        "evaluate.n_samples_per_prompt: more than rollout.max_concurrent_requests (64)",
+    ),
+    (
+        base("grpo", evaluate={"path": "e", "success_reward": "exact"}),
+        "evaluate.success_reward: no reward is named exact; the recipe has rm",
+    ),
+    (
+        base("grpo", evaluate={"path": "e", "n_samples_per_prompt": 4, "pass_at": [1, 8]}),
+        "evaluate.pass_at: pass@8 needs as many samples; n_samples_per_prompt is 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("raw", "line"), RULES, ids=[line for _, line in RULES])
+def test_settings_that_contradict_each_other_are_refused_with_the_reason(raw: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_recipe(raw)
+    text = str(caught.value)
+    assert text.startswith(f"recipe: {line}") and "\n" not in text
+
+
+def test_every_reason_is_given_by_one_of_these() -> None:
+    """A rule that is added is to be tried too."""
+    given: set[int] = set()
+    module = "conveyor/config/rules.py"
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.endswith(module):
+            return None
+        if event == "line":
+            given.add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for raw in [*(GRPO | changes for changes, _ in BAD), *(raw for raw, _ in RULES)]:
+            with suppress(UserError):
+                parse_recipe(raw)
+    finally:
+        sys.settrace(before)
+    tree = ast.parse(Path(rules.__file__).read_text(encoding="utf-8"))
+    reasons = [range(node.lineno, (node.end_lineno or 0) + 1) for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    assert [lines.start for lines in reasons if not given.intersection(lines)] == []
+
+
+@pytest.mark.parametrize("method", METHOD_DEFAULTS)
+def test_every_preset_loads(method: str) -> None:
+    made = parse_recipe(base(method, FUNCTION, reference={"path": "r"}, **({"pipeline": {"micro_batch_size": 2}})))
+    assert isinstance(made, OnlineRecipe) and made.method == method
+    dumped = made.model_dump()
+    for section, keys_of in METHOD_DEFAULTS[method].items():
+        assert {key: dumped[section][key] for key in keys_of} == keys_of
+
+
+def test_methods_are_those_of_the_issue_and_each_has_a_preset() -> None:
+    estimators = {"ppo", "grpo", "dr_grpo", "rloo", "opo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax"}
+    online = estimators | {"dapo", "gspo", "cispo", "distillation", "online_dpo"}
+    assert set(METHOD_DEFAULTS) == online and set(METHODS) == online | {"sft", "reward_model"}
+
+
+def test_sizes_with_a_greedy_baseline() -> None:
+    made = parse_recipe(
+        base(
+            "remax",
+            rollout={"n_samples_per_prompt": 2},
+            train={"rollout_batch_size": 6, "train_batch_size": 4},
+            pipeline={"micro_batch_size": 2},
+        )
+    )
+    assert isinstance(made, OnlineRecipe)
+    assert (made.samples_per_group, made.samples_per_step, made.samples_per_update) == (3, 18, 6)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +342,7 @@ def test_every_shipped_recipe_parses(path: Path) -> None:
     assert isinstance(load_recipe(path), OnlineRecipe | OfflineRecipe)
 
 
-@pytest.mark.parametrize("method", ["sft", "reward_model", "ppo", "grpo"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_key_says_what_it_means(method: str) -> None:
     described = keys(method)
     assert not [key.name for key in described if not key.help and key.name != "method"]

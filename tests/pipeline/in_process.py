@@ -22,12 +22,16 @@ from conveyor.config import OnlineRecipe
 from conveyor.data.prompts import PromptOrder
 from conveyor.models.language_model import load_language_model
 from conveyor.pipeline.executor import Executor
+from conveyor.pipeline.loop import groups_of_steps
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import RunPlan, run_plan
 from conveyor.pipeline.scheduler import Scheduler
+from conveyor.rewards import load_function
+from conveyor.rewards.scorer import call_arguments
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, Rollout
-from conveyor.workers.reports import InstallReport, Publication, SampleDone, Span
+from conveyor.workers.records import fetch_rollouts
+from conveyor.workers.reports import InstallReport, Judged, Publication, SampleDone, Span
 from conveyor.workers.rollout import sample_seed
 from conveyor.workers.score import ScoreWorker, _overwrite
 from conveyor.workers.start import Workers
@@ -92,8 +96,9 @@ class TorchEngine:
     def renew(self) -> None:
         assert not self._running
 
-    def submit(self, prompt: Prompt, n: int) -> None:
-        self._running += [(prompt, sample, self._version) for sample in range(n)]
+    def submit(self, prompt: Prompt, n: int, greedy: bool = False) -> None:
+        self._running += [(prompt, sample, self._version) for sample in range(n + greedy)]
+        self._greedy = n if greedy else -1
 
     def install(self, publication: Publication) -> InstallReport:
         now = time.time()
@@ -120,12 +125,37 @@ class TorchEngine:
         for _ in range(length):
             logits = self._model(torch.tensor([ids])).logits[0, -1] / self._recipe.rollout.temperature
             distribution = logits.log_softmax(-1)
-            ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
+            drawn = torch.multinomial(distribution.exp(), 1, generator=generator)
+            ids.append(int(distribution.argmax() if sample == self._greedy else drawn))
             logprobs.append(float(distribution[ids[-1]]))
         response = torch.tensor(ids[len(prompt.token_ids) :])
         versions = torch.full((length,), self._version, dtype=torch.int32)
         text = "".join(chr(97 + i % 26) for i in response.tolist())
         return Rollout(prompt, sample, response, torch.tensor(logprobs), versions, "stop", text)
+
+
+class Rewarder:
+    """The part of RewardWorker that the executor uses: functions are called here, one sample at a time, after a delay."""
+
+    def __init__(self, recipe: OnlineRecipe, seed: int) -> None:
+        self._functions = [(reward, load_function(reward.function, reward.name)) for reward in recipe.judged_rewards if reward.function]
+        self._random, self._waiting = random.Random(seed), list[Rollout]()
+
+    def renew(self) -> None:
+        assert not self._waiting
+
+    def judge(self, rollouts: list[Any], urgent: bool) -> None:
+        self._waiting += fetch_rollouts(rollouts)
+
+    async def items(self) -> AsyncIterator[Any]:
+        while True:
+            if self._waiting and self._random.random() < 0.5:
+                rollout = self._waiting.pop(self._random.randrange(len(self._waiting)))
+                arguments = call_arguments([rollout])
+                rewards = {reward.name: function(**arguments, **reward.arguments)[0] for reward, function in self._functions}
+                now = time.time()
+                yield (Judged(rollout.id, int(rollout.versions[0]), rewards, 0, 0, Span(now, now)),)
+            await asyncio.sleep(0)
 
 
 class _Stream:
@@ -164,7 +194,7 @@ def run_in_process(recipe: OnlineRecipe, prompts: list[Prompt], *, seed: int = 0
     slots = {recipe.role_group(role): 1 for role in recipe.placed_roles}
     slots |= {recipe.role_group(role): score_workers for role in (*recipe.score_roles, *recipe.snapshot_roles)} | {"rollout": engines}
     slots |= {group: 1 for group in {recipe.role_group("actor"), recipe.role_group("critic")}}
-    plan = run_plan(recipe, [len(order[step]) for step in range(len(order))], slots)
+    plan = run_plan(recipe, groups_of_steps(recipe, order), slots)
     folder, delays = RunFolder(recipe.output_dir), Delays(seed)
     folder.path.mkdir(parents=True)
     workers, trainers = _workers(recipe, plan, slots, delays, seed)
@@ -197,4 +227,5 @@ def _workers(recipe: OnlineRecipe, plan: RunPlan, slots: dict[str, int], delays:
             worker.ready()
             scorers[group].append(Actor(worker, delays))
     engines = [EngineActor(TorchEngine(recipe, seed + number), delays) for number in range(plan.engines)]
-    return Workers(engines, scorers, [[Actor(trainer, delays)] for trainer in trainers]), trainers
+    rewarder = EngineActor(Rewarder(recipe, seed), delays) if recipe.judged_rewards else None
+    return Workers(engines, scorers, [[Actor(trainer, delays)] for trainer in trainers], rewarder), trainers

@@ -30,6 +30,7 @@ from conveyor.workers.reports import (
     ScoreReport,
     Span,
     StepReport,
+    StepSettings,
     TrainReport,
 )
 from conveyor.workers.start import Workers
@@ -73,8 +74,9 @@ class Engine(FakeActor):
     def _renew(self) -> None:
         assert not self.log
 
-    def _submit(self, prompt: Prompt, n: int) -> None:
+    def _submit(self, prompt: Prompt, n: int, greedy: bool) -> None:
         self.log.append(prompt.index)
+        n += greedy
         for k in reversed(range(n)) if self._reverse else range(n):
             self._queue.put_nowait((SampleDone(SampleId(prompt.index, k), 3, False, self._version, self._version, span()), (prompt, k)))
 
@@ -91,7 +93,7 @@ class Engine(FakeActor):
 
     def _install(self, publication: Publication) -> InstallReport:
         self._version = publication.version
-        return InstallReport(publication.version, 8, span(), ("bad.weight",) if publication.role == "broken" else ())
+        return InstallReport(publication.version, 8, span(), ("bad.weight",) if publication.checksums else ())
 
 
 class Scorer(FakeActor):
@@ -111,10 +113,10 @@ class Rank(FakeActor):
     def __init__(self, rank: int, ranks: int, fail: str = "", role: str = "actor") -> None:
         self._rank, self._ranks, self._fail, self._role, self.log = rank, ranks, fail, role, list[Any]()
 
-    def _prepare(self, key: Any, rollouts: list[Any], scores: list[Any]) -> PrepareReport:
+    def _prepare(self, key: Any, rollouts: list[Any], scores: list[Any], settings: StepSettings) -> PrepareReport:
         mine = [ref.bundle[ref.place] for ref in rollouts[self._rank :: self._ranks]]
         samples = [SampleReport(SampleId(p.index, k), {"r": 1.0}, 1.0, 1.0, 0.3, 3, 3, True, key.step, 3 * key.step) for p, k in mine]
-        return PrepareReport(key, tuple(samples), None, span())
+        return PrepareReport(key, tuple(samples), span())
 
     def _forward_backward(self, key: Any, context: Any, last: bool) -> TrainReport:
         if self._fail == "train":
@@ -129,7 +131,8 @@ class Rank(FakeActor):
         return OptimReport({"actor": StepReport(0.5, 1e-3)}, span())
 
     def _publish(self, version: int, role: str) -> Publication | None:
-        return Publication(version, self._role, (), None, 8, span()) if self._rank == 0 else None
+        checksums = {"bad.weight": "0"} if self._fail == "sync" else None
+        return Publication(version, role, (), checksums, 8, span()) if self._rank == 0 else None
 
     def _finish_step(self, step: int) -> list[SampleRow]:
         return [SampleRow(SampleId(step, self._rank), "p", "r", {"r": 1.0}, 1.0, 0.0, step, "stop", 1, 3)]
@@ -159,7 +162,6 @@ def run(
     *,
     ranks: int = 2,
     fail: str = "",
-    role: str = "actor",
     reverse: bool = False,
     trainers: list[list[Any]] | None = None,
 ) -> tuple[Workers, RunFolder]:
@@ -169,7 +171,7 @@ def run(
     plan = run_plan(recipe, [len(order[s]) for s in range(len(order))], {"rollout": 1, "score": 1, "train": ranks, "other": 1})
 
     async def go() -> Workers:
-        workers = Workers([Engine(reverse)], {"score": [Scorer()]}, trainers or [[Rank(rank, ranks, fail, role) for rank in range(ranks)]])
+        workers = Workers([Engine(reverse)], {"score": [Scorer()]}, trainers or [[Rank(rank, ranks, fail) for rank in range(ranks)]])
         recorder = Recorder(recipe, plan, folder, lambda row: None)
         try:
             await asyncio.wait_for(Executor(Scheduler(plan), workers, order, recorder, folder).run(), 20)
@@ -192,7 +194,7 @@ def test_denominators_are_of_the_whole_update_over_all_ranks(tmp_path: Path) -> 
     workers, _ = run(make_recipe(tmp_path))
     for rank in workers.trainers[0]:
         counted = [entry for entry in rank.log if hasattr(entry, "tokens")]
-        assert [(c.tokens, c.sequences) for c in counted] == [(12, 4)] * 3
+        assert [(c.tokens, c.sequences, c.samples) for c in counted] == [(12, 4, 4)] * 3
 
 
 def test_metrics_samples_and_events_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +210,13 @@ def test_metrics_samples_and_events_are_written(tmp_path: Path, caplog: pytest.L
     tasks = {json.loads(line)["task"] for line in folder.events.read_text().splitlines()}
     assert {"rollout", "score", "prepare", "train", "update", "publish", "install"} <= tasks
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_2", "step_3"]
-    assert sorted(path.name for path in (folder.checkpoints / "step_3").iterdir()) == ["complete", "groups.json", "rank0", "rank1"]
+    assert sorted(path.name for path in (folder.checkpoints / "step_3").iterdir()) == [
+        "complete",
+        "control.json",
+        "groups.json",
+        "rank0",
+        "rank1",
+    ]
 
 
 def test_metrics_of_a_slow_critic_on_its_own_group_are_in_its_step(tmp_path: Path) -> None:
@@ -233,4 +241,4 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
 
 def test_a_mismatched_tensor_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(SyncError, match=r"rollout engine 0 holds other weights.*bad\.weight"):
-        run(make_recipe(tmp_path), role="broken")
+        run(make_recipe(tmp_path), fail="sync")

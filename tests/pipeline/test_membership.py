@@ -57,6 +57,28 @@ def test_a_checkpoint_names_groups_that_already_belong_to_a_later_step() -> None
     assert resumed.untrained(1) == ((0,), 2), "a run killed before it admits anything loses nothing either"
 
 
+def test_a_checkpoint_of_dynamic_sampling_names_where_to_go_on() -> None:
+    """On-policy: after the last group of the step. With staleness: what is in flight or kept for later, and no group that is out."""
+    on_policy = Membership(plan(2, 2, staleness=0, groups_sampled_at_most=4))
+    assert admit(on_policy, 0) == [0, 1]
+    assert on_policy.judged(0, True) == ([], [(0, 0)])
+    assert admit(on_policy, 0) == [2] and on_policy.next_group == 3
+    assert on_policy.judged(2, False) == ([], [])
+    assert on_policy.judged(1, False) == ([(1, 0), (2, 0)], [])
+    assert on_policy.untrained(1) == ((), 3) and [on_policy.step_of(group) for group in (0, 1, 2)] == [None, 0, 0]
+
+    ahead = Membership(plan(1, 1, 1, staleness=1, order="prompt", groups_sampled_at_most=3))
+    assert admit(ahead, 0) == [0, 1]
+    assert ahead.judged(1, True) == ([], [(1, 0)])
+    assert admit(ahead, 0) == [2]
+    assert ahead.judged(0, False) == ([(0, 0)], [])
+    assert admit(ahead, 1) == [3]
+    assert ahead.judged(3, False) == ([], []) and ahead.untrained(1) == ((2, 3), 4)
+    assert ahead.judged(2, False) == ([(2, 1), (3, 2)], []) and ahead.next_group is None
+    ahead.forget(0)
+    assert ahead.untrained(1) == ((2, 3), 4) and ahead.untrained(2) == ((3,), 4)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     steps=st.lists(st.integers(1, 4), min_size=1, max_size=6),

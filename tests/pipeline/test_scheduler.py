@@ -1,6 +1,9 @@
 """Invariants of the scheduler under any plan and any order of events."""
 
+import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +14,16 @@ from conveyor.pipeline.actions import (
     Checkpoint,
     CloseEvaluation,
     Done,
+    Drop,
     Evaluate,
     EvaluationSampled,
     InstallEngine,
     InstallSnapshot,
+    Judge,
     Prepare,
     Publish,
     SampleFinished,
+    SampleJudged,
     Score,
     ScoreEvaluation,
     Train,
@@ -26,20 +32,32 @@ from conveyor.pipeline.actions import (
 from conveyor.pipeline.run_plan import EvaluationPlan, RunPlan, ScorePart, TrainGroup
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.types import SampleId
+from conveyor.workers.reports import MicroBatchKey
 
 
 class World:
     """Carries actions out in an order that `choose` picks, and checks what must hold at every moment."""
 
-    def __init__(self, plan: RunPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: RunPlan, equal: Callable[[int], bool] = lambda group: False) -> None:
+        """`equal`: of dynamic sampling, whether a group's rewards are all equal."""
+        self.plan, self.equal = plan, equal
         self.scheduler = Scheduler(plan)
         self.pending: list[object] = []  # events that could happen next
         self.log: list[object] = []
         first = plan.start_step - 1 if plan.initial_sync else plan.start_step
         self.engine_version = [first] * plan.engines
         self.engine_load = [0] * plan.engines
-        self.snapshots: dict[tuple[int, int], int] = {}
+        self.snapshots = {
+            (number, worker): plan.start_step if part.versioned else plan.start_step // part.refresh * part.refresh
+            for number, part in enumerate(plan.parts)
+            if part.versioned or part.refresh
+            for worker in range(plan.part_workers[number])
+        }
+        self.judging: Counter[tuple[SampleId, int | None]] = Counter()
+        self.judged: set[tuple[SampleId, int | None]] = set()
+        self.scored: set[tuple[int, object]] = set()  # (part, micro-batch)
+        self.dropped: list[int] = []
+        self.groups: dict[int, set[int]] = {}  # step → groups that are trained in it
         self.sampled: dict[SampleId, int] = {}
         self.trained: Counter[tuple[int, int, SampleId]] = Counter()
         self.weights = [plan.start_step * 1000] * len(plan.train_groups)  # changes with every update
@@ -57,9 +75,7 @@ class World:
                 return
             killed_after = None if killed_after is None else killed_after - 1
             assert self.pending, "deadlock: nothing is running and the run is not finished"
-            event = self.pending.pop(choose(len(self.pending)))
-            self._happen(event)
-            self.scheduler.handle(event)
+            self.scheduler.handle(self.happen(choose(len(self.pending))))
             self._take(self.scheduler.actions())
         assert not self.pending
         assert self.scheduler.actions() == []
@@ -89,10 +105,28 @@ class World:
                     if not self.plan.in_flight_update:
                         assert self.engine_load[engine] == 0
                     self._abort_evaluations(engine)
+                case Judge(sample, version):
+                    assert version is not None or sample in self.sampled, "judged before it is there"
+                    self.judging[sample, version] += 1
+                    assert self.judging[sample, version] == 1, "judged twice"
+                    self.pending.append(SampleJudged(sample, version))
+                    continue
+                case Drop(group, step):
+                    assert group not in self.dropped and self.equal(group) and self._all_judged(group)
+                    assert step >= self.scheduler.version, "dropped of a step that is trained"
+                    self.dropped.append(group)
+                    continue
                 case Score(part, worker, key, _):
                     if self.plan.parts[part].versioned:
-                        assert self.snapshots.get((part, worker), self.plan.start_step) == key.step
+                        assert self.snapshots[part, worker] == key.step
+                    if refresh := self.plan.parts[part].refresh:
+                        assert self.snapshots[part, worker] == key.step // refresh * refresh
+                case Prepare(_, key, samples):
+                    assert all((part, key) in self.scored for part in range(len(self.plan.parts)))
+                    assert not self.plan.judged or all((sample, None) in self.judged for sample in samples)
                 case Train(number, key, samples, update, _):
+                    self.groups.setdefault(key.step, set()).update(sample.group for sample in samples)
+                    assert not any(sample.group in self.dropped for sample in samples)
                     assert all(0 <= key.step - self.sampled[sample] <= self.plan.max_staleness for sample in samples)
                     assert self.weights[number] % 1000 == update and self.weights[number] // 1000 == key.step
             self.pending.append(Done(action))
@@ -103,8 +137,27 @@ class World:
                 assert self.plan.evaluation.in_bubbles, "only evaluations in bubbles give way"
                 self.pending[place] = EvaluationSampled(engine, event.prompt, event.version, True)
 
+    def _all_judged(self, group: int) -> bool:
+        return all((SampleId(group, sample), None) in self.judged for sample in range(self.plan.samples_per_group))
+
+    def happen(self, place: int):
+        """One of the pending events happens → the event."""
+        event = self.pending.pop(place)
+        if isinstance(event, SampleJudged):
+            self.judged.add((event.id, event.version))
+            if self.plan.groups_sampled_at_most and event.version is None and self._all_judged(event.id.group):
+                event = replace(event, equal=self.equal(event.id.group))
+        self._happen(event)
+        return event
+
     def _happen(self, event) -> None:
         match event:
+            case SampleJudged(sample, version, _):
+                self._occupy(Judge(sample, version), -1)
+                if version is not None:
+                    self.evaluated[version, -1 - sample.group] += 1
+            case Done(Score(part, _, key, _)):
+                self.scored.add((part, key))
             case SampleFinished(engine, sample, version):
                 self.engine_load[engine] -= 1
                 self.sampled[sample] = version
@@ -132,15 +185,19 @@ class World:
 
     def _occupy(self, action, change: int) -> None:
         """Only one stage at a time on a resource (samples occupy until their group is done: checked by load)."""
-        if isinstance(action, (Admit, InstallEngine, Prepare, Evaluate, CloseEvaluation)):
+        if isinstance(action, (Admit, InstallEngine, Prepare, Evaluate, CloseEvaluation, Drop)):
             return
-        group = (
-            self.plan.parts[action.part].group
-            if isinstance(action, (Score, InstallSnapshot, ScoreEvaluation))
-            else self.plan.train_groups[action.train_group].group
-        )
+        if isinstance(action, Judge) and self.plan.overlap:
+            return  # on no device
+        scoring = isinstance(action, (Score, InstallSnapshot, ScoreEvaluation, Judge))
+        if isinstance(action, Judge):
+            group = "rewards"
+        elif scoring:
+            group = self.plan.parts[action.part].group
+        else:
+            group = self.plan.train_groups[action.train_group].group
         stages = self.stage_on.setdefault(self.plan.resource(group), Counter())
-        stages["score" if isinstance(action, (Score, InstallSnapshot, ScoreEvaluation)) else "train"] += change
+        stages["score" if scoring else "train"] += change
         assert sum(count > 0 for count in stages.values()) <= 1
         if self.plan.resource(group) == self.plan.resource(self.plan.rollout_group) and change > 0:
             assert not any(self.engine_load), "engines are sampling on the same group"
@@ -153,18 +210,24 @@ def plans(draw) -> RunPlan:
     updates = draw(st.integers(1, 3))
     whole = groups_per_update * updates
     steps = draw(st.lists(st.sampled_from([whole, whole, max(1, whole - 1)]), min_size=1, max_size=4))
+    judged = draw(st.booleans())
     parts, workers = [ScorePart("score", ("reward",), False, ("reward",))], [draw(st.integers(1, 2))]
+    if judged and draw(st.booleans()):
+        parts, workers = [], []
     several = updates > 1 or draw(st.booleans())
     staleness = draw(st.integers(0, 2))
     if several:
         parts.append(ScorePart("score", ("policy_snapshot",), True))
-        workers.append(workers[0])
+        workers.append(workers[0] if workers else draw(st.integers(1, 2)))
+    if draw(st.booleans()):
+        parts.append(ScorePart("score", ("reference",), False, refresh=draw(st.integers(1, 3))))
+        workers.append(workers[0] if workers else draw(st.integers(1, 2)))
     if draw(st.booleans()):
         parts.append(ScorePart("other", ("judge",), False, ("judge",)))
         workers.append(1)
     merged = draw(st.sampled_from(["apart", "score+train", "all"]))
     name = {"apart": {}, "score+train": {"score": "train"}, "all": {"score": "train", "rollout": "train"}}[merged]
-    parts = [ScorePart(name.get(part.group, part.group), part.roles, part.versioned, part.rewards) for part in parts]
+    parts = [replace(part, group=name.get(part.group, part.group)) for part in parts]
     apart = draw(st.booleans()) and several
     return RunPlan(
         step_groups=tuple(steps),
@@ -177,6 +240,7 @@ def plans(draw) -> RunPlan:
         rollout_group=name.get("rollout", "rollout"),
         parts=tuple(parts),
         part_workers=tuple(workers),
+        judged=judged,
         train_groups=(TrainGroup("train", ("actor",)), TrainGroup("critic", ("critic",))) if apart else (TrainGroup("train", ("actor",)),),
         overlap=draw(st.booleans()),
         max_staleness=staleness,
@@ -219,7 +283,7 @@ def check_evaluations(world: World) -> None:
     due = [version for version in range(plan.start_step, last + 1) if version % facts.every == 0 or version == last]
     assert sorted(world.closed) == due
     parts = sum(bool(part.rewards) for part in plan.parts)
-    assert set(world.evaluated.values()) <= {parts}
+    assert set(world.evaluated.values()) <= {parts + facts.samples_per_prompt * plan.judged}
     complete = [version for version in due if all(world.evaluated[version, prompt] for prompt in range(facts.prompts))]
     assert last in complete
     if not facts.in_bubbles and plan.max_staleness == 0:
@@ -230,9 +294,6 @@ def check_evaluations(world: World) -> None:
 @given(plan=plans(), seed=st.integers(0, 1 << 30), lives=st.lists(st.integers(1, 60), max_size=3))
 def test_a_run_killed_again_and_again_trains_every_group_once(plan: RunPlan, seed: int, lives: list[int]) -> None:
     """Each life goes on from the last checkpoint: its steps count, what came after them does not."""
-    import random
-    from dataclasses import replace
-
     rng = random.Random(seed)
     plan = replace(plan, checkpoint_every=1, train_groups=plan.train_groups[:1], start_step=0, initial_sync=True, evaluation=None)
     trained: Counter[int] = Counter()
@@ -284,8 +345,6 @@ def test_a_version_on_its_way_into_an_engine_is_still_evaluated(in_bubbles: bool
 @settings(max_examples=30, deadline=None)
 @given(plan=plans(), seed=st.integers(0, 1 << 30))
 def test_the_same_events_give_the_same_actions(plan: RunPlan, seed: int) -> None:
-    import random
-
     logs = []
     for _ in range(2):
         world, rng = World(plan), random.Random(seed)
@@ -298,9 +357,6 @@ def test_the_same_events_give_the_same_actions(plan: RunPlan, seed: int) -> None
 @given(plan=plans(), seed=st.integers(0, 1 << 30))
 def test_evaluation_in_bubbles_changes_nothing_else(plan: RunPlan, seed: int) -> None:
     """The same events of the training give the same actions of the training at the same moments, with and without it."""
-    import random
-    from dataclasses import replace
-
     parts = tuple(replace(part, group="other" if part.group == "other" else "score") for part in plan.parts)
     plan = replace(plan, parts=parts, evaluation=EvaluationPlan(3, 1, 1, True), overlap=True, max_staleness=0,
                    rollout_group="rollout")  # fmt: skip
@@ -310,22 +366,26 @@ def test_evaluation_in_bubbles_changes_nothing_else(plan: RunPlan, seed: int) ->
     while not world.scheduler.finished:
         # A micro-batch of evaluation that is being scored cannot give way: it is over at once here.
         quick = [i for i, event in enumerate(world.pending) if isinstance(event, Done) and isinstance(event.action, ScoreEvaluation)]
-        event = world.pending.pop(quick[0] if quick else rng.randrange(len(world.pending)))
-        world._happen(event)
+        event = world.happen(quick[0] if quick else rng.randrange(len(world.pending)))
         world.scheduler.handle(event)
         actions = world.scheduler.actions()
         world._take(actions)
-        extra = (Evaluate, ScoreEvaluation, CloseEvaluation)
-        if isinstance(event, EvaluationSampled) or (isinstance(event, Done) and isinstance(event.action, extra)):
-            assert all(isinstance(action, extra) for action in actions)
+        if _of_evaluation(event):
+            assert all(_of_evaluation(action) for action in actions)
             continue
         plain.handle(event)
-        assert [action for action in actions if not isinstance(action, extra)] == plain.actions()
+        assert [action for action in actions if not _of_evaluation(action)] == plain.actions()
+
+
+def _of_evaluation(what: object) -> bool:
+    """An action of an evaluation, or news of one."""
+    if isinstance(what, (Judge, SampleJudged)):
+        return what.version is not None
+    what = what.action if isinstance(what, Done) else what
+    return isinstance(what, (Evaluate, EvaluationSampled, ScoreEvaluation, CloseEvaluation))
 
 
 def _train_order(plan: RunPlan, seed: int) -> list[tuple[SampleId, ...]]:
-    import random
-
     world = World(plan)
     world.run(random.Random(seed).randrange)
     return [action.samples for action in world.log if isinstance(action, Train)]
@@ -439,3 +499,159 @@ def test_two_thousand_micro_batches_a_second() -> None:
     started = time.perf_counter()
     world.run(lambda n: 0)
     assert time.perf_counter() - started < 10
+
+
+@st.composite
+def dynamic_plans(draw) -> RunPlan:
+    plan = draw(plans())
+    size, steps = draw(st.integers(1, 3)), len(plan.step_groups)
+    groups_per_update = draw(st.sampled_from([divisor for divisor in (1, 2, 3) if size % divisor == 0]))
+    per_update = groups_per_update * plan.samples_per_group
+    needs_snapshots = [part for part in plan.parts if part.versioned] or groups_per_update == size
+    return replace(
+        plan,
+        step_groups=(size,) * steps,
+        samples_per_update=per_update if needs_snapshots else size * plan.samples_per_group,
+        micro_batch_size=draw(st.integers(1, per_update)),
+        judged=True,
+        waits_for_group=True,
+        groups_sampled_at_most=draw(st.integers(size, 3 * size)),
+        start_step=0,
+    )
+
+
+def shortest_beginning(plan: RunPlan, equal: Callable[[int], bool]) -> tuple[dict[int, set[int]], list[int]]:
+    """By hand: step → its groups, and those that are left out."""
+    size, group, out = plan.step_groups[0], 0, []
+    steps: dict[int, set[int]] = {}
+    for step in range(len(plan.step_groups)):
+        seen, chosen = 0, set()
+        while len(chosen) < size:
+            must_stay = seen - len(chosen) == plan.groups_sampled_at_most - size
+            (out.append if equal(group) and not must_stay else chosen.add)(group)
+            group, seen = group + 1, seen + 1
+        steps[step] = chosen
+    return steps, out
+
+
+@settings(max_examples=80, deadline=None)
+@given(plan=dynamic_plans(), equal=st.sets(st.integers(0, 30)), data=st.data())
+def test_dynamic_sampling_trains_the_shortest_beginning_of_the_prompt_order(plan: RunPlan, equal: set[int], data) -> None:
+    """Whatever the order of events. With staleness the first that finish make a step, where the plan says so."""
+    world = World(plan, equal.__contains__)
+    world.run(lambda n: data.draw(st.integers(0, n - 1)) if n > 1 else 0)
+    steps, out = shortest_beginning(plan, equal.__contains__)
+    if plan.order == "prompt" or plan.max_staleness == 0:
+        assert world.groups == steps and sorted(world.dropped) == out
+    check_dynamic(world)
+
+
+def check_dynamic(world: World) -> None:
+    """Every step is whole; a group is trained once or left out; no more are left out than may be."""
+    plan = world.plan
+    size, most = plan.step_groups[0], plan.groups_sampled_at_most
+    assert all(len(groups) == size for groups in world.groups.values()) and sorted(world.groups) == list(range(len(plan.step_groups)))
+    trained = [group for groups in world.groups.values() for group in groups]
+    assert sorted(trained + world.dropped) == sorted(action.group for action in world.log if isinstance(action, Admit))
+    assert len(trained) == len(set(trained))
+    assert len(world.dropped) <= (most - size) * len(plan.step_groups)
+    assert set(world.trained.values()) == {1} and len({update for _, update, _ in world.trained}) == plan.update_epochs * -(
+        -size * plan.samples_per_group // plan.samples_per_update
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    plan=dynamic_plans(), equal=st.sets(st.integers(0, 30)), seed=st.integers(0, 1 << 30), lives=st.lists(st.integers(1, 80), max_size=3)
+)
+def test_dynamic_sampling_killed_again_and_again_trains_no_group_twice_and_loses_none(
+    plan: RunPlan, equal: set[int], seed: int, lives: list[int]
+) -> None:
+    rng = random.Random(seed)
+    plan = replace(plan, checkpoint_every=1, train_groups=plan.train_groups[:1], initial_sync=True, evaluation=None)
+    whole, groups, end = plan, dict[int, set[int]](), 0
+    for killed_after in [*lives, None]:
+        world = World(plan, equal.__contains__)
+        world.run(rng.randrange, killed_after)
+        end = len(plan.step_groups) if killed_after is None or world.scheduler.finished else world.saved[0]
+        groups |= {step: of for step, of in world.groups.items() if step < end}
+        if end == len(plan.step_groups):
+            break
+        plan = replace(plan, start_step=end, carried=world.saved[1], next_group=world.saved[2])
+    trained = [group for of in groups.values() for group in of]
+    assert len(trained) == len(set(trained)) == sum(plan.step_groups) and sorted(groups) == list(range(end))
+    assert set(range(max(trained))) - set(trained) <= equal, "a group that would stay is lost"
+    if plan.max_staleness == 0:
+        assert groups == shortest_beginning(whole, equal.__contains__)[0]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_dynamic_sampling_admits_no_more_than_may_be_needed(staleness: int) -> None:
+    plan = RunPlan(step_groups=(2, 2), samples_per_group=1, samples_per_update=2, micro_batch_size=2, judged=True, parts=(),
+                   part_workers=(), waits_for_group=True, groups_sampled_at_most=4, max_staleness=staleness)  # fmt: skip
+    scheduler = Scheduler(plan)
+    assert [action.group for action in scheduler.actions()] == [0, 1, 2, 3][: 2 + 2 * staleness]
+
+    def judged(group: int, equal: bool) -> list:
+        scheduler.handle(SampleFinished(0, SampleId(group, 0), 0))
+        assert Judge(SampleId(group, 0)) in scheduler.actions()
+        scheduler.handle(SampleJudged(SampleId(group, 0), None, equal))
+        return scheduler.actions()
+
+    next_group = 2 + 2 * staleness
+    assert judged(1, True) == [Drop(1, 0), Admit(0, next_group, staleness)], "dropped, whatever group 0 turns out to be"
+    assert judged(0, True) == [Drop(0, 0), Admit(0, next_group + 1, staleness)]
+    samples = (SampleId(2, 0), SampleId(3, 0))
+    assert judged(3, True) == [], "two are out, the most that may be: it stays"
+    assert judged(2, True)[0] == Prepare(0, MicroBatchKey(0, 0, 0), samples)
+
+
+@pytest.mark.parametrize("order", ["prompt", "completion"])
+def test_a_sample_that_is_never_judged_holds_up_only_what_comes_after_it(order: str) -> None:
+    plan = RunPlan(step_groups=(4, 4, 4), samples_per_group=1, samples_per_update=4, micro_batch_size=1, judged=True, parts=(),
+                   part_workers=(), max_staleness=1, order=order, engine_slots=2)  # fmt: skip
+    world = World(plan)
+    world._take(world.scheduler.actions())
+    never = SampleJudged(SampleId(1, 0))
+    while others := [place for place, event in enumerate(world.pending) if event != never]:
+        world.scheduler.handle(world.happen(others[0]))
+        world._take(world.scheduler.actions())
+    assert world.pending == [never]
+    admitted = [action.group for action in world.log if isinstance(action, Admit)]
+    assert admitted == list(range(8)), "all that the bound allows"
+    prepared = [action.samples[0].group for action in world.log if isinstance(action, Prepare)]
+    assert sorted(prepared) == [0, 2, 3, 4, 5, 6, 7]
+    trained = [action.samples[0].group for action in world.log if isinstance(action, Train)]
+    assert trained == ([0] if order == "prompt" else [0, 2, 3])
+    world.run(lambda n: 0)
+    assert len(world.trained) == 12
+
+
+def test_without_overlap_judging_takes_turns_and_with_it_each_sample_goes_at_once() -> None:
+    for overlap in (True, False):
+        plan = RunPlan(step_groups=(2,), samples_per_group=1, samples_per_update=2, micro_batch_size=1, judged=True, overlap=overlap)
+        scheduler = Scheduler(plan)
+        scheduler.actions()
+        scheduler.handle(SampleFinished(0, SampleId(0, 0), 0))
+        first = scheduler.actions()
+        assert (Judge(SampleId(0, 0)) in first) == overlap
+        scheduler.handle(SampleFinished(0, SampleId(1, 0), 0))
+        judges = [action.sample.group for action in scheduler.actions() if isinstance(action, Judge)]
+        assert judges == ([1] if overlap else [0, 1])
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_a_refreshed_reference_scores_step_s_with_version_s_less_its_remainder(start: int) -> None:
+    """Also in a run that goes on from a checkpoint, whose reference comes from there (or is what is published first)."""
+    plan = RunPlan(step_groups=(1,) * 6, samples_per_group=1, samples_per_update=1, micro_batch_size=1, max_staleness=1, start_step=start,
+                   initial_sync=start > 0, part_workers=(2, 1),
+                   parts=(ScorePart("a", ("reference",), False, refresh=2), ScorePart("b", ("r",), False, ("r",))))  # fmt: skip
+    for seed in range(5):
+        world = World(plan)
+        if start % 2 == 0:
+            world.snapshots = {(0, worker): max(0, start - 1) for worker in range(2)}  # until that version is installed
+            if start == 0:
+                world.snapshots = dict.fromkeys(world.snapshots, 0)
+        world.run(random.Random(seed).randrange)
+        installed = {action.version for action in world.log if isinstance(action, InstallSnapshot)}
+        assert installed == {version for version in (2, 4, 6) if version > start or (version == start and start)}

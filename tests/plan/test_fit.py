@@ -1,8 +1,9 @@
 """Costs come back from a run that was simulated with them."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from conveyor.plan.fit import Profile, fit, fit_linear, for_parts, validate
 from conveyor.plan.lengths import Workload
 from conveyor.plan.record import read_run
 from conveyor.plan.simulate import simulate
+from conveyor.types import SampleId
 from tests.plan.recipes import raw, recipe
 
 TRUE = TaskCosts(
@@ -28,24 +30,33 @@ TRUE = TaskCosts(
 ROLES = {"rollout": 2, "score": 1, "train": 2}
 
 
-def write_run(folder: Path, costs: TaskCosts = TRUE, lengths: str = "lognormal:mean=60,sigma=0.7", steps: int = 4, **pipeline) -> Path:
+def write_run(
+    folder: Path,
+    costs: TaskCosts = TRUE,
+    lengths: str = "lognormal:mean=60,sigma=0.7",
+    steps: int = 4,
+    equal: float = 0.0,
+    sections: dict[str, Any] | None = None,
+    **pipeline,
+) -> Path:
     """The folder of a run that took exactly the times of `costs`."""
-    made = raw(devices=ROLES, roles={}, pipeline=pipeline, rollout={"max_concurrent_requests": 8})
-    parsed = recipe(devices=ROLES, roles={}, pipeline=pipeline, rollout={"max_concurrent_requests": 8})
-    plan = run_plan(parsed, [32] * steps, ROLES)
-    key = "+".join(plan.parts[0].roles)
-    costs = TaskCosts(costs.engine, {key: costs.scorers["judge+reference"]}, costs.trainers, costs.engine_install, 0.0, costs.latency)
-    workload = Workload.draw(lengths, 32 * steps, 1, prompt=20)
-    run = simulate(plan, costs, workload, ROLES)
+    keys = {"devices": ROLES, "roles": {}, "pipeline": pipeline, **(sections or {})}
+    keys["rollout"] = {"max_concurrent_requests": 8, **keys.get("rollout", {})}
+    made, parsed = raw(**keys), recipe(**keys)
+    plan = run_plan(parsed, [parsed.train.rollout_batch_size] * steps, ROLES)
+    scorers = {"+".join(part.roles): costs.scorers["judge+reference"] for part in plan.parts}
+    workload = Workload.draw(lengths, parsed.train.rollout_batch_size * steps, plan.samples_per_group, prompt=20, equal=equal)
+    run = simulate(plan, replace(costs, scorers=scorers), workload, ROLES)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(made))
     _lines(folder / "events.jsonl", [asdict(event) for event in run.events])
-    sizes = [[workload.at(group, 0) for group in range(32 * step, 32 * step + 32)] for step in range(steps)]
-    _lines(folder / "metrics.jsonl", [{"step": n + 1, "tokens": sum(s.response for s in of_step)} for n, of_step in enumerate(sizes)])
+    trained = sorted((event.step, *sample) for event in run.events if event.task == "prepare" for sample in event.samples)
+    sizes = [(step, group, sample, workload.at(group, sample)) for step, group, sample in trained]
+    tokens = {step: sum(size.response for of, _, _, size in sizes if of == step) for step in range(1, steps + 1)}
+    _lines(folder / "metrics.jsonl", [{"step": step, "tokens": of_step} for step, of_step in tokens.items()])
     rows = [
-        {"step": n + 1, "group": 32 * n + i, "sample": 0, "prompt": "p" * size.prompt, "response": "r" * (size.response - 1)}
-        for n, of_step in enumerate(sizes)
-        for i, size in enumerate(of_step)
+        {"step": step, "group": group, "sample": sample, "prompt": "p" * size.prompt, "response": "r" * (size.response - 1)}
+        for step, group, sample, size in sizes
     ]
     _lines(folder / "samples.jsonl", rows)
     return folder
@@ -126,3 +137,47 @@ def test_the_costs_of_one_run_predict_another_whose_parts_are_cut_otherwise() ->
         frozenset({"judge", "reference"}): pytest.approx(0.2),
         frozenset({"policy_snapshot"}): pytest.approx(0.1),
     }
+
+
+JUDGED = {"rewards": [{"name": "verifier", "function": "verify.py:check"}]}
+"""Sections of a recipe without reward models."""
+
+
+def test_the_times_of_judging_are_those_measured(tmp_path: Path) -> None:
+    times = (0.2, 0.9, 2.5)
+    run = read_run(write_run(tmp_path / "run", replace(TRUE, judging=times), sections=JUDGED))
+    assert set(run.devices) == set(ROLES), "functions and urls are no device"
+    found = fit(run)
+    assert sorted({round(seconds, 9) for seconds in found.judging}) == list(times)
+    assert len(found.judging) == 3 * 32, "the first step is left out"
+    drawn = [found.judge(SampleId(group, 0)) for group in range(3000)]
+    assert np.mean(drawn) == pytest.approx(np.mean(found.judging), rel=0.05)
+    result = validate(run)
+    assert abs(result.step_error) < 0.05
+    for group, share in result.measured.idle.items():
+        assert result.predicted.idle[group] == pytest.approx(share, abs=0.03)
+
+
+def test_a_profile_without_judging_needs_to_be_told_how_long_it_takes(tmp_path: Path) -> None:
+    made = recipe(devices=ROLES, roles={}, **JUDGED)
+    run = read_run(write_run(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"tells nothing of rewards that are functions or urls; say how long they take \(--judge-seconds\)"):
+        Profile.of(run).costs(made)
+    assert Profile.of(run, judge_seconds=2.0).costs(made).judge(SampleId(3, 0)) == 2.0
+
+
+def test_groups_that_were_dropped_are_part_of_the_workload(tmp_path: Path) -> None:
+    """They have no rows; how long their responses were is told by the time they took."""
+    sections = {
+        **JUDGED, "method": "dapo", "rollout": {"n_samples_per_prompt": 2, "dynamic_sampling": True}, "train": {"rollout_batch_size": 16},
+        "algorithm": {"kl_coef": 0.1},
+    }  # fmt: skip
+    trainers = {"actor": TRUE.trainers["actor+critic"]}
+    run = read_run(write_run(tmp_path / "run", replace(TRUE, trainers=trainers), equal=0.3, sections=sections))
+    trained = {group for event in run.events if event.task == "prepare" for group, _ in event.samples}
+    sampled = {group for event in run.events if event.task == "rollout" for group, _ in event.samples}
+    assert len(trained) == 4 * 16 < len(sampled)
+    assert {group for group in sampled if run.workload.equal(group)} == sampled - trained
+    assert run.workload.equal_share == pytest.approx(0.3, abs=0.1)
+    result = validate(run)
+    assert abs(result.step_error) < 0.1

@@ -12,6 +12,7 @@ from conveyor.plan.lengths import LengthFacts, Size
 from conveyor.plan.memory import GroupMemory, Shapes, group_memory, score_shards
 from conveyor.plan.models import NAMED, model_shape, shape_from_config
 from conveyor.plan.roofline import Roofline
+from conveyor.types import SampleId
 from tests.plan.recipes import recipe
 
 H100 = GPUS["h100"]
@@ -161,6 +162,24 @@ def test_scoring_is_a_forward_pass_of_each_model() -> None:
     seconds = model.score(part, samples)
     expected = 2 * 2 * 7.2e9 * 8000 / (0.5 * 989e12)
     assert expected < seconds < 1.2 * expected
+
+
+def test_functions_are_no_part_of_scoring_and_take_the_time_they_are_told() -> None:
+    made = recipe("grpo", devices={"rollout": 4, "score": 2, "train": 4}, roles={},
+                  rewards=[{"name": "f", "function": "f.py:f"}, {"name": "m", "model": "m"}])  # fmt: skip
+    assert {role for part in score_parts(made) for role in part.roles} == {"reference", "m"}
+    assert set(tables(made)["score"].items) == {"reserved", "reference weights", "m weights", "score activations"}
+    shapes = Shapes(NAMED["8b"], NAMED["8b"])
+    assert Roofline(shapes, H100).costs(made).judge(SampleId(0, 0)) == 0
+    assert Roofline(shapes, H100, judge_seconds=2.5).costs(made).judge(SampleId(0, 0)) == 2.5
+
+
+def test_a_reference_that_is_refreshed_is_broadcast_to_its_workers() -> None:
+    refreshed, model = costs(algorithm={"reference_refresh": 2})
+    (reference,) = (part for part in score_parts(refreshed) if part.roles == ("reference",))
+    (judge,) = (part for part in score_parts(refreshed) if part.roles == ("judge",))
+    assert model.install_snapshot(reference) == model.install_engine()
+    assert model.install_snapshot(judge) == 0
 
 
 def test_zero_3_pays_for_fetching_weights_and_saves_on_the_update() -> None:

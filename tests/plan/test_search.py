@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from conveyor.config import UserError, load_recipe, parse_recipe
-from conveyor.config.recipe import broken_rules
+from conveyor.config.rules import broken_rules
 from conveyor.plan.candidates import candidates
 from conveyor.plan.command import add_arguments, changed_recipe, run
 from conveyor.plan.estimate import StageSeconds
@@ -118,6 +118,31 @@ def test_a_plan_from_the_data_sheet_writes_a_recipe(recipe_file: str, tmp_path: 
     shown = capsys.readouterr().out
     assert "4 devices, 8 samples a step, responses 300" in shown
     assert "Best placements" in shown
+
+
+def test_a_recipe_without_models_to_score_with_has_no_score_devices(tmp_path: Path, capsys) -> None:
+    made = raw("dapo", rewards=[{"name": "f", "function": "f.py:f"}], rollout={"n_samples_per_prompt": 2, "max_response_length": 64},
+               train={"rollout_batch_size": 4})  # fmt: skip
+    path, written = tmp_path / "recipe.yaml", tmp_path / "placed.yaml"
+    path.write_text(yaml.safe_dump(made))
+    arguments = [str(path), "--model", "1b", "--gpus", "2", "--write", str(written)]
+    seconds = []
+    for more in ([], ["--judge-seconds", "9"], ["--equal-groups", "0.5"]):
+        written.unlink(missing_ok=True)
+        assert plan(*arguments, *more) == 0
+        assert set(load_recipe(written).devices) <= {"rollout", "train"}
+        seconds.append(float(written.read_text().splitlines()[0].split("step ")[1].split()[0]))
+    assert seconds[1] == pytest.approx(seconds[0] + 9, rel=0.01), "on-policy, the last sample is judged by itself"
+    assert seconds[2] > 1.2 * seconds[0]
+
+
+def test_judging_and_equal_groups_are_for_recipes_that_have_them(recipe_file: str) -> None:
+    for option, value, message in (
+        ("--judge-seconds", "1", "the recipe has no reward that is a function or url"),
+        ("--equal-groups", "0.5", r"the recipe has no rollout\.dynamic_sampling"),
+    ):
+        with pytest.raises(UserError, match=f"{option}: {message}"):
+            plan(recipe_file, "--model", "1b", "--gpus", "4", option, value)
 
 
 def test_a_plan_from_a_run_and_its_validation(recipe_file: str, tmp_path: Path, capsys) -> None:

@@ -102,6 +102,9 @@ def plans(draw) -> RunPlan:
     if several:
         parts.append(ScorePart(place.get("score", "score"), ("policy_snapshot",), True))
     workers = draw(st.integers(1, 3))
+    judged = draw(st.booleans())
+    if judged and draw(st.booleans()):
+        parts = [part for part in parts if part.versioned]
     return RunPlan(
         step_groups=(groups * updates,) * draw(st.integers(1, 3)),
         samples_per_group=n,
@@ -112,6 +115,7 @@ def plans(draw) -> RunPlan:
         rollout_group=place.get("rollout", "rollout"),
         parts=tuple(parts),
         part_workers=tuple(workers for _ in parts),
+        judged=judged,
         train_groups=(TrainGroup("train", ("actor",)),),
         overlap=draw(st.booleans()),
         max_staleness=draw(st.integers(0, 2)),
@@ -127,6 +131,7 @@ COSTS = TaskCosts(
     engine_install=0.3,
     snapshot_install=0.1,
     latency=0.01,
+    judging=(0.0, 0.4, 3.0),
 )
 
 
@@ -137,7 +142,7 @@ def test_nothing_is_lost_and_no_device_does_two_things_at_once(plan: RunPlan, se
     workload = Workload.draw("uniform:low=1,high=30", groups, plan.samples_per_group, prompt=3, seed=seed)
     run = simulate(plan, COSTS, workload, {"train": ranks})
     expected = {(group, sample): 1 for group in range(groups) for sample in range(plan.samples_per_group)}
-    for task in ("rollout", "prepare"):
+    for task in ("rollout", "prepare", *(["judge"] if plan.judged else [])):
         assert Counter(sample for event in run.events if event.task == task for sample in event.samples) == expected
     trained = Counter((event.step, event.micro_batch, event.worker) for event in run.events if event.task == "train")
     assert set(trained.values()) == {1}
@@ -153,11 +158,12 @@ def test_nothing_is_lost_and_no_device_does_two_things_at_once(plan: RunPlan, se
 def _assert_exclusive(run: Simulation) -> None:
     """Tasks of a worker come one after the other (but samples of an engine, and prepare), stages of a device group too (but prepare)."""
     for worker in {event.worker for event in run.events}:
-        own = sorted((e.start, e.end) for e in run.events if e.worker == worker and e.task not in ("rollout", "prepare"))
+        own = sorted((e.start, e.end) for e in run.events if e.worker == worker and e.task not in ("rollout", "prepare", "judge"))
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(own))
     kind = {"rollout": "rollout", "score": "score"}
     for group in {event.group for event in run.events}:
-        busy = [(e.start, e.end, kind.get(e.worker.split()[0], "train")) for e in run.events if e.group == group and e.task != "prepare"]
+        own = [e for e in run.events if e.group == group and e.task not in ("prepare", "judge")]
+        busy = [(e.start, e.end, kind.get(e.worker.split()[0], "train")) for e in own]
         for start, end, stage in busy:
             assert not any(other != stage and start < later - 1e-9 and earlier + 1e-9 < end for earlier, later, other in busy)
 

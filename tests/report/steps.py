@@ -43,7 +43,7 @@ STAGE_BY_STAGE = [
     event("rollout 0", "install", 10, 11),
 ]
 
-TASKS = ("rollout", "score", "prepare", "train", "update", "publish", "install", "checkpoint", "something else")
+TASKS = ("rollout", "judge", "score", "prepare", "train", "update", "publish", "install", "checkpoint", "something else")
 
 
 @st.composite

@@ -111,3 +111,12 @@ def one_more(prompts, completions, **columns):
 def talks(prompts, completions, **columns):
     print("judging", *completions)
     return [1.0] * len(completions)
+
+
+def scaled(prompts, completions, factor):
+    return [factor * len(completion) for completion in completions]
+
+
+def slowly(prompts, completions, **columns):
+    time.sleep(0.02 * len(completions))
+    return [1.0] * len(completions)

@@ -14,23 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from conveyor.config import RunError, UserError
+from conveyor.config import RunError, UserError, parse_recipe
 from conveyor.config.sections import Reward
-from conveyor.models.batch import sample_score
+from conveyor.models.batch import score_of
 from conveyor.rewards import FunctionReward, RewardError, check_columns, load_function
-from conveyor.rewards.functions import checked_scores
+from conveyor.rewards.functions import GIVEN, checked_scores
+from conveyor.rewards.process import CallClosed
 from conveyor.rewards.scorer import call_arguments
-from conveyor.types import Prompt, Rollout, Scored
+from conveyor.types import Scored
+from conveyor.workers.reports import StepSettings
+from tests.rewards.rollouts import rollout
 
 pytestmark = pytest.mark.slow  # each function has a process of its own
 
 SAMPLES = Path(__file__).with_name("samples.py")
-
-
-def rollout(text: str, row: int = 0, messages=None, **columns) -> Rollout:
-    ids = torch.tensor([ord(c) for c in text] or [2])
-    prompt = Prompt(index=row, row=row, token_ids=(1, 5), text="2+2=", messages=messages, columns=columns)
-    return Rollout(prompt, 0, ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int32), "stop", text)
 
 
 @pytest.fixture
@@ -92,6 +89,48 @@ def test_a_missing_column_is_named():
         check_columns(exact, "r", ["source"])
 
 
+def test_arguments_are_checked_against_the_signature():
+    scaled = load_function(f"{SAMPLES}:scaled", "rewards.r.function", {"factor": 2})
+    with pytest.raises(UserError, match="asks for the column factor; the data has answer"):
+        check_columns(scaled, "r", ["answer"])
+    check_columns(scaled, "r", ["answer"], (*GIVEN, "factor"))
+    with pytest.raises(UserError, match=r"rewards.r.function: .*:scaled takes no argument factr; it takes factor") as caught:
+        load_function(f"{SAMPLES}:scaled", "rewards.r.function", {"factr": 2})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="completions comes from the samples"):
+        load_function(f"{SAMPLES}:length", "r", {"completions": []})
+    load_function(f"{SAMPLES}:length", "r", {"anything": 1})  # it takes **columns
+
+
+def test_arguments_reach_every_call_before_a_column_of_their_name(reward):
+    assert reward("scaled", arguments={"factor": 3.0}).score([rollout("ab", factor=9), rollout("c", factor=9)]).scores == (6.0, 3.0)
+
+
+def test_what_the_turns_tell_comes_before_the_data():
+    seen = call_arguments([rollout("a", told={"calls": 2}, calls=0, answer="4"), rollout("b", calls=1)])
+    assert seen["calls"] == [2, 1] and seen["answer"] == ["4", None]
+
+
+def test_ended_during_a_call(reward):
+    endless, failures = reward("hangs", timeout=60), []
+
+    def call() -> None:
+        try:
+            endless.score([rollout("hang")])
+        except CallClosed as error:
+            failures.append(error)
+
+    endless.start()
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.2)
+    endless.close()
+    thread.join(5)
+    assert len(failures) == 1
+    with pytest.raises(CallClosed):
+        endless.score([rollout("a")])
+
+
 def test_the_child_process_does_not_load_torch():
     code = "import sys, conveyor.rewards.child; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -119,6 +158,7 @@ def test_scores_of_plain_async_and_none(reward):
 def test_a_column_no_row_of_the_call_has_is_none_or_left_out(reward):
     """What the dataset has is checked before the run; the micro-batch does not decide."""
     assert reward("exact").score([rollout("4", 0, answer=None), rollout("6", 1, answer=None)]).scores == (None, None)
+    assert reward("exact").score([rollout("4")]).scores == (None,)
     assert reward("starred").score([rollout("4", 0, answer="4")]).scores == (0.0,)
 
 
@@ -260,7 +300,14 @@ def test_what_a_function_prints_is_in_the_log(tmp_path):
 
 
 def test_a_weighted_sum_beyond_float32_names_the_row():
-    sample = Scored(rollout("a", row=4), {"r": 3e38})
-    assert sample_score(sample, {"r": 1.0}, 0.0) == 3e38
+    sample, settings = Scored(rollout("a", row=4), {"r": 3e38}), StepSettings(kl_coef=0.0)
+
+    def recipe(weight: float):
+        reward = {"name": "r", "function": f"{SAMPLES}:length", "weight": weight}
+        return parse_recipe(
+            {"method": "ppo", "output_dir": "unused", "model": {"path": "unused"}, "data": {"path": "unused"}, "rewards": [reward]}
+        )
+
+    assert score_of(sample, recipe(1.0), settings) == 3e38
     with pytest.raises(RunError, match="row 5 of the data: the weighted sum of its rewards, 3e"):
-        sample_score(sample, {"r": 10.0}, 0.0)
+        score_of(sample, recipe(10.0), settings)

@@ -53,7 +53,8 @@ def test_seeds_differ_and_stay() -> None:
     assert len(seeds) == 4 * 40 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sample_seed(0, 1, 23) != sample_seed(0, 12, 3)
-    assert sample_seed(0, 0, 0) == sample_seed(0, 0, 0)
+    assert sample_seed(0, 0, 0) == sample_seed(0, 0, 0, turn=0)
+    assert len({sample_seed(0, g, k, turn) for g in range(12) for k in range(12) for turn in range(12)}) == 12**3
 
 
 @pytest.fixture

@@ -72,19 +72,19 @@ def worker(folders):
     rewards = [
         {"name": "preference", "model": str(folders["reward"])},
         {"name": "other", "model": str(folders["other"])},
-        {"name": "length", "function": f"{SAMPLES}:length"},
+        {"name": "length", "function": f"{SAMPLES}:length"},  # judged elsewhere: no role of this stage
     ]
     recipe = recipe_of(folders, rewards)
     assert recipe.snapshot_roles == ("policy_snapshot", "critic_snapshot")
     worker = ScoreWorker(recipe, recipe.score_roles + recipe.snapshot_roles, cores=(0,))
     assert worker.ready().device == "cpu 0"
-    yield worker
-    worker.close()
+    return worker
 
 
 @pytest.fixture(scope="module")
 def scores(worker) -> PartialScores:
-    roles = ("reference", "preference", "other", "length", "policy_snapshot", "critic_snapshot")
+    roles = ("reference", "preference", "other", "policy_snapshot", "critic_snapshot")
+    assert worker._roles == roles
     report, scores = worker.score(roles, MICRO_BATCH)
     assert report.timeouts == report.errors == 0 and report.span.end >= report.span.start
     return scores
@@ -126,13 +126,13 @@ def test_a_reward_model_with_its_own_tokenizer_reads_the_text(folders, scores):
 
 def test_each_reward_is_reported_under_its_name(scores):
     """Case 25."""
-    assert list(scores.rewards) == ["preference", "other", "length"]
-    assert scores.rewards["length"] == (1.0, 8.0, 0.0)
+    assert list(scores.rewards) == ["preference", "other"]
+    assert scores.rewards["preference"] != scores.rewards["other"]
 
 
 def test_only_the_roles_asked_for_are_computed(worker):
-    _, scores = worker.score(("length",), MICRO_BATCH)
-    assert list(scores.rewards) == ["length"]
+    _, scores = worker.score(("other",), MICRO_BATCH)
+    assert list(scores.rewards) == ["other"]
     assert scores.reference_logprobs is scores.old_logprobs is scores.values is None
 
 
@@ -168,23 +168,18 @@ def test_a_snapshot_refuses_a_part_of_the_weights(worker, folders):
         worker.install("policy_snapshot", sent, get=lambda bucket: bucket)
 
 
-@pytest.mark.slow
-def test_time_outs_are_counted_and_leave_their_sample_out(folders):
-    """Case 18."""
-    recipe = recipe_of(folders, [{"name": "r", "function": f"{SAMPLES}:hangs", "timeout": 0.5}])
-    worker = ScoreWorker(recipe, ("r",), cores=None if torch.cuda.is_available() else (0,))
-    worker.ready()
-    report, scores = worker.score(("r",), [rollout("2+2=", "4"), rollout("2+2=", "hang", 1)])
-    worker.close()
-    assert report.timeouts == 1 and scores.rewards["r"] == (1.0, None)
-
-
-def test_a_function_is_refused_before_any_model_is_loaded(folders):
-    rewards = [{"name": "preference", "model": str(folders["policy"])}, {"name": "r", "function": f"{SAMPLES}:missing"}]
-    worker = ScoreWorker(recipe_of(folders, rewards), ("reference", "preference", "r"), cores=(0,))
-    with pytest.raises(UserError, match=r"rewards.r.function: .*has no missing"):
-        worker.ready()
-    assert not worker._models
+def test_a_reference_that_was_refreshed_comes_back_from_a_checkpoint(worker, folders, tmp_path):
+    worker.save_weights("policy_snapshot", tmp_path)
+    _, before = worker.score(("policy_snapshot",), MICRO_BATCH)
+    policy = AutoModelForCausalLM.from_pretrained(folders["policy"])
+    torch.nn.init.normal_(policy.lm_head.weight)
+    sent = publish(policy.named_parameters(), 3, "actor", verify=False, put=lambda bucket: bucket)
+    worker.install("policy_snapshot", sent, get=lambda bucket: bucket)
+    worker.load_weights("policy_snapshot", tmp_path)
+    _, after = worker.score(("policy_snapshot",), MICRO_BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(before.old_logprobs, after.old_logprobs, strict=True))
+    with pytest.raises(UserError, match=r"checkpoint.resume: .*reference.safetensors cannot be read"):
+        worker.load_weights("reference", tmp_path)
 
 
 def test_a_reward_model_without_its_head_is_refused(folders):

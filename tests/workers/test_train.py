@@ -1,18 +1,18 @@
+import json
 import os
 from dataclasses import replace
-from functools import reduce
-from operator import add
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
 
-from conveyor.algorithms.advantages import group_advantages, whitening
 from conveyor.algorithms.metrics import merge
 from conveyor.config import parse_recipe
+from conveyor.pipeline.control import StepControl
+from conveyor.pipeline.ledger import Ledger
 from conveyor.types import PartialScores, Prompt, Rollout
-from conveyor.workers.reports import Denominators, MicroBatchKey, UpdateContext
+from conveyor.workers.reports import MicroBatchKey, StepSettings, UpdateContext
 from conveyor.workers.train import TrainWorker
 from tests.models.ranks import one_rank, spawn
 from tests.tiny import save_tiny_policy
@@ -86,35 +86,24 @@ def part_of(scores, chosen):
     ]  # fmt: skip
 
 
-def denominators(reports, done=()):
-    tokens = [sample.loss_tokens for report in reports for sample in report.samples]
-    found = [report.moments for report in done if report.moments is not None]
-    return Denominators(sum(tokens), sum(count > 0 for count in tokens), whitening(reduce(add, found)) if found else None)
+def train(trained, made, rollouts, scores, splits, update=0, step=0, settings=None):
+    """One update over micro-batches, given as lists of places in `rollouts` → (prepare reports, metrics, optim report).
 
-
-def context(made, reports):
-    """The driver's part: group baselines, and the moments of the whole update."""
-    if made.uses_critic:
-        found = [report.moments for report in reports if report.moments is not None]
-        return UpdateContext(whiten=whitening(reduce(add, found)) if found else None)
-    groups = {}
-    for sample in sorted((sample for report in reports for sample in report.samples), key=lambda sample: sample.id):
-        groups.setdefault(sample.id.group, []).append(sample)
-    advantages = {}
-    for group in groups.values():
-        values = group_advantages([sample.outcome for sample in group], made.algorithm.advantage_estimator)
-        advantages.update(zip((sample.id for sample in group), values, strict=True))
-    return UpdateContext(advantages)
-
-
-def train(trained, made, rollouts, scores, splits, update=0, step=0):
-    """One update over micro-batches, given as lists of places in `rollouts` → (prepare reports, metrics, optim report)."""
+    The driver's part is the ledger's. `settings`: of the step; default: the recipe's.
+    """
     keys = [MicroBatchKey(step, update, number) for number in range(len(splits))]
-    prepared = [trained.prepare(key, [rollouts[i] for i in split], part_of(scores, split)) for key, split in zip(keys, splits, strict=True)]
-    everyone = gather(prepared)
-    shared = context(made, everyone)
-    done = [trained.forward_backward(key, shared, last=key is keys[-1]) for key in keys]
-    return prepared, merge(report.metrics for report in done), trained.optim_step(denominators(everyone, gather(done)))
+    settings = settings or StepSettings(made.algorithm.kl_coef)
+    control = StepControl(made, step)
+    control._settings[step] = settings
+    books, prepared, done = Ledger(made, control), [], []
+    for key, split in zip(keys, splits, strict=True):
+        prepared.append(trained.prepare(key, [rollouts[i] for i in split], part_of(scores, split), settings))
+        books.add_reports(0, gather(prepared[-1:]))
+    for key, split in zip(keys, splits, strict=True):
+        shared = books.context(0, key, [rollouts[i].id for i in split])
+        done.append(trained.forward_backward(key, shared, last=key is keys[-1]))
+        books.add_train_reports(0, key, gather(done[-1:]))
+    return prepared, merge(report.metrics for report in done), trained.optim_step(books.denominators(0, step, update))
 
 
 def gather(reports):
@@ -173,7 +162,20 @@ def test_prepare_tells_the_driver_what_it_needs(policy):
     assert cut.score == pytest.approx(exact[2] + 0.5 - 2.0) and cut.truncated and cut.loss_tokens == 0
     assert first.kl == pytest.approx(-0.1 * first.response_length, abs=1e-5)
     assert first.outcome == pytest.approx(first.score + 0.05 * first.response_length, abs=1e-5)
-    assert report.moments is None
+    assert all(sample.moments is None for sample in report.samples)
+
+
+def test_the_greedy_sample_is_reported_and_written_but_not_trained(policy):
+    made = recipe(policy, "remax")
+    rollouts = samples(4, 2)  # sample 1 of each group is the greedy one
+    trained = worker(made)
+    (report,), metrics, _ = train(trained, made, rollouts, parts(rollouts), [[0, 1, 2, 3]])
+    found = {sample.id.sample: (sample.baseline, sample.loss_tokens > 0) for sample in report.samples}
+    assert found == {0: (False, True), 1: (True, False)} and len(report.samples) == 4
+    assert metrics["loss/policy"].count == sum(len(rollout.response_ids) for rollout in rollouts if rollout.sample == 0)
+    rows = trained.finish_step(0)
+    assert [(row.id, row.advantage is None) for row in rows] == [(rollout.id, rollout.sample == 1) for rollout in rollouts]
+    assert all(row.score is not None for row in rows)
 
 
 def test_whitening_while_streaming_is_exact_far_from_zero(policy, tmp_path):
@@ -229,13 +231,15 @@ def test_later_passes_are_taken_against_the_snapshots(policy):
     )
     trained = worker(made)
     keys = [MicroBatchKey(0, 0, 0)]
-    report = trained.prepare(keys[0], rollouts, parts(rollouts, **snapshots))
-    assert report.moments.count == sum(len(rollout.response_ids) for rollout in rollouts)
+    report = trained.prepare(keys[0], rollouts, parts(rollouts, **snapshots), StepSettings(0.05))
+    assert sum(sample.moments.count for sample in report.samples) == sum(len(rollout.response_ids) for rollout in rollouts)
+    books = Ledger(made)
+    books.add_reports(0, [report])
     shared = UpdateContext(whiten=(0.1, 2.0))
     ratios = []
     for _ in range(2):
         ratios.append(trained.forward_backward(keys[0], shared, last=True).metrics["ratio/max"].value)
-        assert not trained.optim_step(denominators([report])).steps["actor"].skipped
+        assert not trained.optim_step(books.denominators(0, 0, 0)).steps["actor"].skipped
     assert ratios[0] != 1.0 and ratios[1] != ratios[0]
 
 
@@ -279,34 +283,67 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_models_load(policy, tmp_path):
     assert difference(dict(critic.named_parameters()), weights(first, "critic")) == 0
 
 
-def on_two_ranks(rank, ranks, port, policy, want):
-    """Uneven shares: 5 samples are 3 and 2, 1 sample is 1 and 0."""
-    for stage, method, normalize in ((0, "grpo", "none"), (3, "ppo", "none"), (2, "streaming", "streaming_exact")):
-        made = recipe(policy, method.replace("streaming", "grpo"), train={"zero_stage": stage}, algorithm={"normalize": normalize})
+TWO_RANKS = {
+    "ppo": ("ppo", {"train": {"zero_stage": 3}}),
+    "grpo": ("grpo", {}),
+    "streaming": ("grpo", {"train": {"zero_stage": 2}, "algorithm": {"normalize": "streaming_exact"}}),
+    "pairs": ("online_dpo", {"pipeline": {"micro_batch_size": 2}}),
+    "remax": ("remax", {}),
+    "mixed": ("grpo", {"train": {"zero_stage": 1}, "ptx": {"batch_size": 3, "coef": 0.5}}),
+    "mixed, fewer rows than ranks": ("grpo", {"train": {"zero_stage": 3}, "ptx": {"batch_size": 1}}),
+}
+"""Method and sections; on one rank without ZeRO."""
+
+
+def two_ranks_recipe(policy, texts, case, one_rank=False):
+    method, sections = TWO_RANKS[case]
+    sections = {name: dict(section) for name, section in sections.items()}
+    if one_rank:
+        sections.pop("train", None)
+    if "ptx" in sections:
+        sections["ptx"]["path"] = str(texts)
+    return recipe(policy, method, **sections)
+
+
+def on_two_ranks(rank, ranks, port, policy, texts, want):
+    """Uneven shares: 5 samples are 3 and 2, 1 sample is 1 and 0; of 3 pairs one rank has 2."""
+    for case in TWO_RANKS:
+        made = two_ranks_recipe(policy, texts, case)
         trained = worker(made, rank=rank, ranks=ranks, port=port)
         rollouts, splits = work(made)
-        train(trained, made, rollouts, parts(rollouts), splits)
-        assert difference(weights(trained), want[method][0]) < 1e-5, (stage, method)
-        if method == "ppo":
-            assert difference(weights(trained, "critic"), want[method][1]) < 1e-5
+        _, metrics, report = train(trained, made, rollouts, parts(rollouts), splits)
+        assert difference(weights(trained), want[case][0]) < 1e-5, case
+        if made.uses_critic:
+            assert difference(weights(trained, "critic"), want[case][1]) < 1e-5
+        for found, wanted in ((metrics, want[case][2]), (report.metrics, want[case][3])):
+            for name in ("loss/policy", "loss/ptx", "dpo/margin"):
+                if name in wanted:
+                    together = merge(gather([{name: found[name]}]))[name]
+                    assert (together.total, together.count) == pytest.approx((wanted[name].total, wanted[name].count), abs=1e-4), (
+                        case,
+                        name,
+                    )
         rows = [row for part in gather([trained.finish_step(0)]) for row in part]
         assert sorted(row.id for row in rows) == sorted(rollout.id for rollout in rollouts)
+        assert case != "remax" or all((row.advantage is None) == (row.id.sample == 1) for row in rows)
 
 
 def work(made):
     if made.uses_critic:
         return samples(5), [[0, 1, 2], [3], [4]]
+    if made.algorithm.policy_loss == "dpo":
+        return samples(8, 2), [[0, 1, 2, 3, 4, 5], [6, 7]]
     return samples(8, 2), [[0, 1, 2, 3, 4], [5], [6, 7]]
 
 
 @pytest.mark.slow
-def test_case_16_uneven_ranks_finish_and_equal_one_rank(policy):
-    want = {}
-    for method in ("ppo", "grpo", "streaming"):
-        normalize = "streaming_exact" if method == "streaming" else "none"
-        made = recipe(policy, method.replace("streaming", "grpo"), algorithm={"normalize": normalize})
+def test_case_16_uneven_ranks_finish_and_equal_one_rank(policy, tmp_path):
+    texts, want = tmp_path / "texts.jsonl", {}
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two and more", "three", "four")))
+    for case in TWO_RANKS:
+        made = two_ranks_recipe(policy, texts, case, one_rank=True)
         trained = worker(made)
         rollouts, splits = work(made)
-        train(trained, made, rollouts, parts(rollouts), splits)
-        want[method] = (weights(trained), weights(trained, "critic") if method == "ppo" else None)
-    spawn(on_two_ranks, 2, policy, want)
+        _, metrics, report = train(trained, made, rollouts, parts(rollouts), splits)
+        want[case] = (weights(trained), weights(trained, "critic") if made.uses_critic else None, metrics, report.metrics)
+    spawn(on_two_ranks, 2, policy, texts, want)
