@@ -31,7 +31,7 @@ from conveyor.report.events import read_events
 from conveyor.report.timeline import step_windows
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, SampleId
-from conveyor.workers import placement
+from conveyor.workers import cluster
 from conveyor.workers.start import Workers
 
 ENGINES, SCORERS, RANKS = 8, 4, 4
@@ -69,7 +69,7 @@ class Shape:
 def local_ray() -> Iterator[None]:
     """A Ray of our own in this process, with the switches of a run."""
     os.environ.pop("RAY_ADDRESS", None)
-    placement.set_environment(telemetry=False)
+    cluster.set_environment(telemetry=False)
     ray.init(
         address="local", num_cpus=8, num_gpus=0, include_dashboard=False, object_store_memory=2 * 2**30,
         log_to_driver=False, logging_level=logging.ERROR,

@@ -19,7 +19,7 @@ from conveyor.episodes.functions import load_rollout_function
 from conveyor.rewards.functions import GIVEN, check_columns, load_function
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt
-from conveyor.workers.placement import SMALLEST_STORE_GIB, available, check_devices, default_devices
+from conveyor.workers.cluster import SMALLEST_STORE_GIB, available, check_devices, default_devices
 
 Functions = dict[str, tuple[Callable[..., Any], dict[str, Any]]]
 """Where the recipe names it → (reward function, its further arguments)."""

@@ -29,10 +29,10 @@ def ray_session() -> Iterator[None]:
     """A local Ray with more logical CPUs than cores, so that two engines and two ranks fit."""
     import ray
 
-    from conveyor.workers import placement
+    from conveyor.workers import cluster
 
     os.environ.pop("RAY_ADDRESS", None)
-    placement.set_environment(telemetry=False)
+    cluster.set_environment(telemetry=False)
     ray.init(
         address="local", num_cpus=8, num_gpus=0, include_dashboard=False, object_store_memory=300 * 2**20,
         log_to_driver=False, logging_level="ERROR",

@@ -30,7 +30,7 @@ from conveyor.quickstart.memory import PeakMemory
 from conveyor.report.progress import read_metrics
 from conveyor.report.tables import table
 from conveyor.run_folder import RunFolder
-from conveyor.workers.placement import available
+from conveyor.workers.cluster import available
 
 RECIPES = Path(__file__).parent / "recipes"
 WRITTEN_FOR = "runs/quickstart"

@@ -9,143 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from conveyor import USAGE_STATISTICS
-from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, sections
-
-REACH_SECONDS = 5
-"""For a first connection to a cluster."""
-MAX_DEFAULT_CORES = 4
-"""Cores taken on a machine without GPUs when the recipe names no devices: each is a process with
-a model of its own, so all of a large server would be far more than small models can use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """What a cluster has to offer: its GPUs, or its CPU cores where it has none."""
-
-    kind: Literal["GPU", "CPU"]
-    count: float
-
-    def __str__(self) -> str:
-        noun = "GPU" if self.kind == "GPU" else "CPU core"
-        return f"{self.count:g} {noun}{'' if self.count == 1 else 's'}"
-
-
-SMALLEST_STORE_GIB = 0.5
-
-
-def connect(ray_section: sections.Ray, telemetry: bool = False, store_gib: float = SMALLEST_STORE_GIB) -> bool:
-    """Join the cluster at `address` or RAY_ADDRESS, or start a local Ray.
-
-    Args:
-        store_gib: object store of a local Ray without GPUs, where the recipe does not say.
-
-    Returns:
-        True where a local Ray was started, which the caller then has to shut down.
-
-    Raises:
-        UserError: no cluster answers at the address.
-    """
-    set_environment(telemetry)
-    import ray
-
-    if ray.is_initialized():
-        return False
-    quiet: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR")
-    address = ray_section.address or os.environ.get("RAY_ADDRESS")
-    if address:
-        key = "ray.address" if ray_section.address else "RAY_ADDRESS"
-        _check_reachable(key, address)
-        try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
-            # Ray sends its token to no address named by hand unless told to, so neither do we.
-            hint = "if it uses token authentication, set RAY_AUTH_MODE=token and give this machine its token"
-            raise UserError(f"{key}: could not join a Ray cluster at {address} ({str(error).splitlines()[0]}); {hint}") from None
-        return False
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    gib = ray_section.object_store_gib or (None if gpus else store_gib)
-    store = None if gib is None else int(gib * 2**30)
-    ray.init(address="local", num_cpus=cores, num_gpus=gpus, include_dashboard=False, object_store_memory=store, **quiet)
-    return True
-
-
-def _check_reachable(key: str, address: str) -> None:
-    """Ray retries an address where nothing listens for minutes; a connection tells in seconds."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit():
-        return  # a name such as `auto`, which Ray resolves
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"{key}: nothing answers at {address} ({error})") from None
-
-
-def set_environment(telemetry: bool) -> None:
-    """Ray's switches that are read when it is imported or started."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = USAGE_STATISTICS["RAY_USAGE_STATS_ENABLED"][telemetry]
-    # Workers run in this interpreter's environment, also under `uv run`, and see their GPUs as Ray gives them.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
-
-def available(ray_section: sections.Ray) -> Devices:
-    """The devices, used or not, of the cluster that `connect` would give: of this machine, without
-    starting Ray, where it would start a local one."""
-    import ray
-
-    if not ray.is_initialized():
-        if not (ray_section.address or os.environ.get("RAY_ADDRESS")):
-            gpus = torch.cuda.device_count()
-            return Devices("GPU", gpus) if gpus else Devices("CPU", len(os.sched_getaffinity(0)))
-        connect(ray_section)
-    has = ray.cluster_resources()
-    return Devices("GPU", has["GPU"]) if has.get("GPU") else Devices("CPU", has.get("CPU", 0))
-
-
-def default_devices(recipe: OnlineRecipe | OfflineRecipe, there: Devices | None = None) -> dict[str, float]:
-    """Device groups for a recipe without `devices:`, from what is there (default: `available()`).
-
-    With fewer devices than groups, the first groups (rollout, then the actor's) get one each and
-    the rest share the last device. With more, every second further one goes to rollout.
-    """
-    there = there or available(recipe.ray)
-    count = int(there.count) if there.kind == "GPU" else min(int(there.count), MAX_DEFAULT_CORES)
-    if isinstance(recipe, OfflineRecipe):
-        return {"train": max(count, 1)}
-    roles = ("rollout", "actor", *recipe.placed_roles)
-    groups = list(dict.fromkeys(recipe.role_group(role) for role in roles))
-    if count < len(groups):
-        whole = groups[: max(count - 1, 0)]
-        share = math.floor(100 / (len(groups) - len(whole))) / 100
-        return {group: 1 if group in whole else share for group in groups}
-    split: dict[str, float] = dict.fromkeys(groups, 1)
-    for _ in range(count - len(groups)):
-        # Highest averages (D'Hondt), rollout weighing twice: sampling is the longest stage.
-        split[max(groups, key=lambda group: ((2 if group == groups[0] else 1) / (split[group] + 1), group != groups[0]))] += 1
-    return split
-
-
-def check_devices(
-    devices: Mapping[str, float], there: Devices, devices_per_worker: Mapping[str, int] | None = None
-) -> list[tuple[str, float]]:
-    """(group, devices) of every slot that the groups would have.
-
-    Raises:
-        UserError: more is asked for than there is, or a group cannot be cut into slots.
-    """
-    total = sum(devices.values())
-    if total > there.count + 1e-6:
-        raise UserError(f"devices: asked for {_asked(devices, total, there)}, the cluster has {there}")
-    sizes = {group: (devices_per_worker or {}).get(group, 1) for group in devices}
-    return [(group, amount) for group, total in devices.items() for amount in _split(group, total, sizes[group])]
+from conveyor.config import UserError, sections
+from conveyor.workers.cluster import SMALLEST_STORE_GIB, Devices, asked, available, check_devices, connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,16 +174,6 @@ class Placement:
         self.close()
 
 
-def _split(group: str, total: float, size: int) -> list[float]:
-    """Amounts of a group's bundles: `size` devices each; less than one device is one bundle."""
-    if total < 1 and size == 1:
-        return [total]
-    if total != int(total) or total % size:
-        what = "a whole number, or less than 1" if size == 1 else f"a multiple of the {size} devices of one worker"
-        raise UserError(f"devices.{group}: {total:g}: must be {what}")
-    return [float(size)] * (int(total) // size)
-
-
 def _reserve(devices: Mapping[str, float], amounts: list[float], there: Devices, timeout: float) -> Any:
     import ray
     from ray.util import placement_group, remove_placement_group
@@ -323,8 +183,8 @@ def _reserve(devices: Mapping[str, float], amounts: list[float], there: Devices,
         return reservation
     free = ray.available_resources().get(there.kind, 0)
     remove_placement_group(reservation)
-    asked = _asked(devices, sum(amounts), there)
-    raise UserError(f"devices: no room for {asked} within {timeout:g} s: the cluster has {there}, of which {free:g} are free")
+    wanted = asked(devices, sum(amounts), there)
+    raise UserError(f"devices: no room for {wanted} within {timeout:g} s: the cluster has {there}, of which {free:g} are free")
 
 
 def _assign_cores(reservation: Any, amounts: list[float]) -> list[tuple[int, ...]]:
@@ -368,8 +228,3 @@ def _thread_environment(cores: tuple[int, ...] | None) -> dict[str, str]:
     if cores is None:
         return {}
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(len(cores)))
-
-
-def _asked(devices: Mapping[str, float], total: float, there: Devices) -> str:
-    groups = ", ".join(f"{group}: {amount:g}" for group, amount in devices.items())
-    return f"{Devices(there.kind, total)} ({groups})"

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from conveyor.config import UserError, parse_recipe, sections
-from conveyor.workers.placement import Devices, Placement, available, check_devices, connect, default_devices
+from conveyor.workers.cluster import Devices, available, check_devices, connect, default_devices
+from conveyor.workers.placement import Placement
 
 
 def recipe(method: str = "ppo", **changes: Any) -> Any:
