@@ -17,6 +17,7 @@ from conveyor.algorithms.metrics import Mean, Metrics, merge
 from conveyor.algorithms.objective import streaming_coefficients
 from conveyor.config import OnlineRecipe
 from conveyor.pipeline.run_plan import RunPlan, ScorePart
+from conveyor.pipeline.step_metrics import drop_metrics, optim_metrics, sample_metrics
 from conveyor.report.events import JUDGE, Event, EventLog, read_events
 from conveyor.report.progress import MetricsLog
 from conveyor.report.timeline import busy_bound, step_idle
@@ -230,10 +231,12 @@ class Recorder:
             parts = {"advantages": row["loss/policy"], "ones": ones}
             coefficients = streaming_coefficients(*self._whiten.pop(step))
             row["loss/policy"] = sum(coefficients.get(name, 0.0) * part for name, part in parts.items())
-        row |= self._sample_metrics(step, samples)
-        row |= self._drop_metrics(self._dropped.pop(step, []), samples)
+        row |= sample_metrics(self.recipe, step, samples)
+        row |= drop_metrics(self.recipe, self._dropped.pop(step, []), samples)
         row |= {name: metric.total for name, metric in self._failures.pop(step, {}).items() if isinstance(metric, Mean) and metric.total}
-        row |= self._optim_metrics(step, self._optim.pop(step, []))
+        row |= optim_metrics(self._optim.pop(step, []))
+        if (kl_coef := self.kl_coefs.pop(step, None)) is not None:
+            row["kl_coef"] = kl_coef
         row |= self._time_metrics(row["tokens"], now)
         row["version"] = step + 1
         if row["truncated_fraction"] == 1:
@@ -245,54 +248,6 @@ class Recorder:
         self._events.flush()
         self.last_row = row
         self.on_step(row)
-
-    def _sample_metrics(self, step: int, reports: Sequence[SampleReport]) -> dict[str, Any]:
-        samples = [sample for sample in reports if not sample.baseline]
-        scores = [sample.score for sample in samples if sample.score is not None]
-        lengths = [sample.response_length for sample in samples]
-        metrics: dict[str, Any] = {"reward/mean": _mean(scores)}
-        for reward in self.recipe.rewards:
-            metrics[f"reward/{reward.name}"] = _mean([value for s in samples if (value := s.rewards.get(reward.name)) is not None])
-        if self.recipe.greedy_baseline:
-            metrics["reward/greedy"] = _mean([s.score for s in reports if s.baseline and s.score is not None])
-        if self.recipe.uses_reference:
-            metrics["kl"] = sum(sample.kl or 0.0 for sample in samples) / max(1, sum(lengths))
-        if self.recipe.rollout.multi_turn is not None:
-            metrics["turns/mean"] = _mean([float(sample.turns) for sample in samples])
-        return metrics | {
-            "samples": len(samples),
-            "samples/unscored": len(samples) - len(scores),
-            "response_length/mean": _mean([float(length) for length in lengths]),
-            "truncated_fraction": _mean([float(sample.truncated) for sample in samples]),
-            "tokens": sum(sample.response_length for sample in reports),
-            "staleness/max": step - min(sample.oldest_version for sample in samples),
-            "staleness/mean": step - sum(sample.version_sum for sample in samples) / max(1, sum(lengths)),
-        }
-
-    def _drop_metrics(self, dropped: Sequence[Sequence[Judged]], samples: Sequence[SampleReport]) -> dict[str, Any]:
-        """Dynamic sampling: the groups that were left out, and the mean of functions and urls over all that was sampled."""
-        if not self.plan.groups_sampled_at_most:
-            return {}
-        weights = {reward.name: reward.weight for reward in self.recipe.judged_rewards}
-        everything = [sample.rewards for sample in samples if not sample.baseline]
-        everything += [judged.rewards for group in dropped for judged in group]
-        known = [
-            [weights[name] * value for name, value in rewards.items() if name in weights and value is not None] for rewards in everything
-        ]
-        return {"groups/dropped": len(dropped), "reward/sampled": _mean([sum(values) for values in known if values])}
-
-    def _optim_metrics(self, step: int, reports: Sequence[OptimReport]) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        for role in ("actor", "critic"):
-            steps = [report.steps[role] for report in reports if role in report.steps]
-            if steps:
-                suffix = "" if role == "actor" else "/critic"
-                metrics[f"grad_norm{suffix}"] = _mean([s.grad_norm for s in steps if not s.skipped])
-                metrics[f"lr{suffix}"] = steps[-1].lr
-                metrics[f"updates_skipped{suffix}"] = sum(s.skipped for s in steps)
-        if self.recipe.algorithm.kl_target is not None:
-            metrics["kl_coef"] = self.kl_coefs.pop(step)
-        return metrics
 
     def _time_metrics(self, tokens: int, now: float) -> dict[str, Any]:
         start = self._window_start if self._window_start is not None else 0.0
@@ -332,7 +287,3 @@ def _clock_offsets(plan: RunPlan, clocks: Clocks) -> dict[_Worker, float]:
     for group, ranks in zip(plan.train_groups, clocks.trainers, strict=False):
         offsets |= {_Worker("train", group.group, rank): offset for rank, offset in enumerate(ranks)}
     return offsets
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
