@@ -42,8 +42,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"train": {"rollout_batch_size": SAMPLES}, "algorithm": {"kl_coef": 0.02}},
     "dapo": _TWO_UPDATES | {"algorithm": {"overlong_buffer": 2, "overlong_penalty": 0.5}},
     "gspo": _TWO_UPDATES,
-    "ppo": {"train": {"rollout_batch_size": SAMPLES, "critic_learning_rate": 5e-4}, "algorithm": {"kl_coef": 0.02},
-            "critic": {"path": str(QUICKSTART / "reward")}},
+    "ppo": {"train": {"rollout_batch_size": SAMPLES, "critic_learning_rate": 1e-3},
+            "algorithm": {"kl_coef": 0.02, "normalize": "streaming_exact"}},
 }  # fmt: skip
 """Method → what its recipe says beside the rest, which is the same for all."""
 
@@ -157,26 +157,42 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--output-dir", default="runs/learn", help="default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that summary.json has")
     known = parser.parse_args(arguments)
     if unknown := sorted(set(known.methods) - set(METHODS)):
         parser.error(f"no method here is named {unknown[0]}; one of {', '.join(METHODS)}")
     if not (QUICKSTART / "summary.json").is_file():
         subprocess.run([sys.executable, "-m", "conveyor.cli", "quickstart", "--output-dir", str(QUICKSTART)], check=True)
-    folder, runs = Path(known.output_dir), list[Run]()
+    folder = Path(known.output_dir)
+    kept, runs = _kept(folder / "summary.json", known.steps) if known.resume else {}, list[Run]()
     for method in known.methods or METHODS:
         for seed in known.seeds:
-            run = train(method, seed, folder, known.steps)
+            run = kept.get((method, seed)) or train(method, seed, folder, known.steps)
             runs.append(run)
             print(f"{method:13} seed {seed}: {run.before:.3f} → {run.after:.3f} ({run.gain:+.3f}) in {run.seconds:.0f} s", flush=True)
-    missed = [run for run in runs if run.gain < ENOUGH or run.seconds > SECONDS]
-    summary = {"steps": known.steps, "samples_per_step": SAMPLES, "to_reach": {"gain": ENOUGH, "seconds": SECONDS},
-               "missed": [f"{run.method}, seed {run.seed}" for run in missed], "runs": [asdict(run) for run in runs]}  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            missed = _write(folder / "summary.json", runs, known.steps)
     if not known.methods:
         draw(runs, PICTURE)
         insert(PAGE, markdown(runs, known.steps))
-    print(f"{folder}/summary.json" + ("".join(f"\nmissed: {name}" for name in summary["missed"])))
+    print(f"{folder}/summary.json" + "".join(f"\nmissed: {name}" for name in missed))
     return 1 if missed else 0
+
+
+def _write(file: Path, runs: list[Run], steps: int) -> list[str]:
+    """The runs so far; returns the names of those that miss what is to be reached."""
+    missed = [f"{run.method}, seed {run.seed}" for run in runs if run.gain < ENOUGH or run.seconds > SECONDS]
+    summary = {"steps": steps, "samples_per_step": SAMPLES, "to_reach": {"gain": ENOUGH, "seconds": SECONDS}, "missed": missed,
+               "runs": [asdict(run) for run in runs]}  # fmt: skip
+    file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return missed
+
+
+def _kept(file: Path, steps: int) -> dict[tuple[str, int], Run]:
+    """(method, seed) → its run, of an earlier start with as many steps."""
+    if not file.is_file():
+        return {}
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    return {(run["method"], run["seed"]): Run(**run) for run in summary["runs"]} if summary["steps"] == steps else {}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from conveyor.algorithms.metrics import Moments
 
 GroupEstimator = Literal["group_norm", "dr_grpo", "rloo", "opo", "best_worst"]
 
+ROUNDING = 1e-6
+"""Differences up to this, of numbers near 1 or relative to larger ones, are float32 rounding: the KL of a policy to a reference that
+equals it is about 1e-7. An optimizer like Adam would make full steps of them."""
 GROUP_NORM_EPSILON = 1e-4
 """Added to the group's standard deviation, as TRL does."""
 
@@ -85,10 +88,11 @@ def group_advantages(outcomes: Sequence[float | None], estimator: GroupEstimator
     `opo`: r − Σ l·r / Σ l, with l the sampled tokens of each sample, `lengths` (Hao et al. 2025, the length-weighted baseline)
     `best_worst`: 1 for the first of the best, −1 for the first of the worst, 0 for the others (the pair of online DPO; Guo et al. 2024)
     An outcome of None belongs to a sample that no reward applies to: it is left out of every mean, its own
-    advantage is 0 and it must also stay out of the loss. Fewer than two outcomes, or equal ones, give 0 throughout.
+    advantage is 0 and it must also stay out of the loss. Fewer than two outcomes, or ones that are equal but for the rounding
+    of a KL in them, give 0 throughout.
     """
     known = [outcome for outcome in outcomes if outcome is not None]
-    if len(known) < 2 or min(known) == max(known):
+    if len(known) < 2 or max(known) - min(known) <= ROUNDING * max(1.0, abs(max(known))):
         return [0.0] * len(outcomes)
     if estimator == "best_worst":
         best, worst = outcomes.index(max(known)), outcomes.index(min(known))
@@ -154,12 +158,12 @@ def sample_moments(values: Tensor, mask: Tensor) -> list[Moments]:
 
 def whitening(moments: Moments) -> tuple[float, float]:
     """(mean, standard deviation with n − 1) of a whole update. The deviation is 0 for fewer than two values, and for values
-    that are equal but for float32 rounding."""
+    that are equal but for float32 rounding: of themselves, of what was taken off them, or of log-probs (`ROUNDING`)."""
     if moments.count < 2:
         return (moments.total if moments.count else 0.0), 0.0
     mean = moments.total / moments.count
     variance = (moments.squares - moments.total * mean) / (moments.count - 1)
-    rounding = 1e-12 * max(mean**2, moments.unshifted / moments.count)
+    rounding = ROUNDING**2 * max(1.0, mean**2, moments.unshifted / moments.count)
     return mean, 0.0 if variance <= rounding else math.sqrt(variance)
 
 

@@ -49,11 +49,16 @@ class Running:
 
 
 def shaped(reward: float | None, section: sections.Reward, scale: RewardScale | None) -> float | None:
-    """(r − mean) / (std + 1e-8) if there is a scale, 0 where its std is 0; then clipped to ± `section.clip`. None stays None."""
+    """(r − mean) / (std + 1e-8) if there is a scale, 0 where its std is 0; then clipped to ± `section.clip`. None stays None.
+
+    A reward that is to be normalised and has no scale yet stays as it is: the clip is meant for what is normalised.
+    """
     if reward is None:
         return None
     if scale is not None:
         reward = (reward - scale.mean) / (scale.std + STD_EPSILON) if scale.std else 0.0
+    elif section.normalize != "none":
+        return reward
     return reward if section.clip is None else min(max(reward, -section.clip), section.clip)
 
 

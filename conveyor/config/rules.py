@@ -28,6 +28,8 @@ def _method(recipe: OnlineRecipe) -> Broken:
             yield "reference", "distillation learns from the teacher that is named here: reference: {path: TEACHER}"
         if algorithm.kl_coef == 0:
             yield "algorithm.kl_coef", "0 would leave nothing to learn from the teacher"
+        if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+            yield "algorithm.kl_estimator", "in the reward only k1 leads to the teacher; use k1, or kl_in: loss with k2"
     elif not recipe.rewards:
         yield "rewards", f"{recipe.method} needs at least one"
     if (algorithm.policy_loss == "dpo") != (algorithm.advantage_estimator == "best_worst"):
@@ -35,8 +37,11 @@ def _method(recipe: OnlineRecipe) -> Broken:
             "algorithm.policy_loss",
             "dpo and advantage_estimator best_worst go together: the best and the worst sample of a group are a pair",
         )
-    if recipe.train.critic_warmup_steps and not recipe.uses_critic:
-        yield "train.critic_warmup_steps", f"{algorithm.advantage_estimator} has no critic; only gae does"
+    if not recipe.uses_critic:
+        given = {"train.critic_warmup_steps": recipe.train.critic_warmup_steps, "critic": recipe.critic}
+        yield from ((key, f"{algorithm.advantage_estimator} has no critic; only gae does") for key, value in given.items() if value)
+    elif recipe.train.steps is not None and recipe.train.critic_warmup_steps >= recipe.train.steps:
+        yield "train.critic_warmup_steps", f"the actor would not be trained in any of the {recipe.train.steps} steps"
     if recipe.train.offload_optimizer and recipe.train.zero_stage == 0:
         yield "train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"
     if recipe.data.eval_path is not None:
@@ -98,6 +103,14 @@ def _loss(recipe: OnlineRecipe) -> Broken:
         yield "algorithm.dual_clip", f"belongs to policy_loss ppo_clip, not {algorithm.policy_loss}"
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + (algorithm.clip_ratio_high or algorithm.clip_ratio):
         yield "algorithm.dual_clip", "must be more than 1 + the upper clip ratio, or it would cut what the clip leaves"
+    several = recipe.samples_per_update < recipe.samples_per_step or algorithm.update_epochs > 1
+    if algorithm.policy_loss == "policy_gradient" and several and recipe.importance_cap is None:
+        yield (
+            "algorithm.policy_loss",
+            "policy_gradient has no ratio, so it is for one update a step; with several use ppo_clip, or set importance_cap",
+        )
+    if algorithm.importance_correction != "token_truncate" and recipe.importance_cap is None:
+        yield "algorithm.importance_correction", "has no effect without algorithm.importance_cap"
     if algorithm.overlong_buffer is not None and algorithm.overlong_buffer > recipe.rollout.max_response_length:
         yield "algorithm.overlong_buffer", f"more than rollout.max_response_length ({recipe.rollout.max_response_length})"
     if algorithm.policy_loss == "dpo" and algorithm.entropy_coef:
@@ -109,6 +122,8 @@ def _loss(recipe: OnlineRecipe) -> Broken:
 
 def _kl(recipe: OnlineRecipe) -> Broken:
     algorithm = recipe.algorithm
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield "algorithm.kl_estimator", "k1 in the loss has no gradient in expectation; use k2 or k3, or kl_in: reward"
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:
         yield "algorithm.kl_target", "the controller moves kl_coef by a factor, so that must not start at 0"
     if algorithm.kl_target is not None and recipe.method == "distillation":

@@ -44,7 +44,7 @@ def score_of(sample: Scored, recipe: OnlineRecipe, settings: StepSettings) -> fl
     if rollout.failure is not None:
         return None
     total = sample_score(
-        sample.rewards, recipe.rewards, settings.scales, truncated=rollout.truncated, length=int(rollout.sampled_mask.sum()),
+        sample.rewards, recipe.rewards, settings.scales, truncated=rollout.truncated, length=len(rollout.response_ids),
         algorithm=recipe.algorithm, max_response_length=recipe.rollout.max_response_length,
     )  # fmt: skip
     if total is not None and abs(total) > torch.finfo(torch.float32).max:
@@ -78,6 +78,7 @@ def sample_report(sample: Scored, recipe: OnlineRecipe, settings: StepSettings) 
         outcome=None if score is None else score - penalty,
         kl=kl,
         response_length=tokens,
+        total_length=len(rollout.response_ids),
         loss_tokens=tokens if _in_loss(sample, score, algorithm) and not baseline else 0,
         truncated=rollout.truncated,
         oldest_version=int(rollout.versions.min()),

@@ -48,7 +48,8 @@ class StepControl:
         trained = [sample for sample in samples if not sample.baseline]
         for name, running in self._running.items():
             running.add([reward for sample in trained if (reward := sample.rewards.get(name)) is not None])
-        scales = {name: scale for name, running in self._running.items() if (scale := running.scale()) is not None}
+        # Rewards that have all been equal so far tell no scale: the first that differs is to count.
+        scales = {name: scale for name, running in self._running.items() if (scale := running.scale()) is not None and scale.std > 0}
         self._settings[step + self._lag] = StepSettings(self._next_coef(newest.kl_coef, trained), scales)
         self._settings.pop(step - 1, None)
 

@@ -159,7 +159,7 @@ class Ledger:
         if report.score is None:
             return report
         score = sample_score(
-            report.rewards, recipe.rewards, scales, truncated=report.truncated, length=report.response_length,
+            report.rewards, recipe.rewards, scales, truncated=report.truncated, length=report.total_length,
             algorithm=recipe.algorithm, max_response_length=recipe.rollout.max_response_length,
         )  # fmt: skip
         return replace(report, score=score, outcome=None if score is None else score - report.kl_penalty)

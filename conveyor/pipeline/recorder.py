@@ -226,7 +226,9 @@ class Recorder:
         """Write the step's lines."""
         now = time.time() - self._zero
         row: dict[str, Any] = {"step": step + 1}
-        row |= {name: metric.value for name, metric in merge(self._train_metrics.pop(step, [])).items()}
+        merged = merge(self._train_metrics.pop(step, []))
+        # A mean of nothing, say of the pairs of a step without any, is no 0.
+        row |= {name: None if isinstance(metric, Mean) and not metric.count else metric.value for name, metric in merged.items()}
         if (ones := row.pop("loss/policy_ones", None)) is not None:
             parts = {"advantages": row["loss/policy"], "ones": ones}
             coefficients = streaming_coefficients(*self._whiten.pop(step))

@@ -289,10 +289,11 @@ class Scheduler:
     def _group_judged(self, group: int, equal: bool) -> None:
         """Dynamic sampling: some groups are certain now to stay, or to be left out."""
         kept, dropped = self.membership.judged(group, equal)
+        if equal:
+            self.engines.group_dropped()
         for out, step in dropped:
             self._dropped.append(Drop(out, step))
             del self._group_samples[out], self._oldest[out]
-            self.engines.group_dropped()
         for stays, step in kept:
             self._enter(stays, step)
 

@@ -44,18 +44,15 @@ class Selection:
     def judged(self, group: int, equal: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """A group's rewards are there; returns what is certain now: (group, step) of those that stay, and of those that are dropped."""
         self._equal[group] = equal
-        dropped = []
         if equal and self._surely_dropped(group):
-            self._gone.add(group)
-            dropped.append((group, self.step))
-        kept = []
+            self._gone.add(group)  # the next may come in its place; which step it would have been of, those before it tell
+        kept, dropped = [], []
         while self._undecided and self._undecided[0] in self._equal:
             first = self._undecided.popleft()
             if self._equal.pop(first) and self._dropped < self._spare:
                 self._dropped += 1
-                if first not in self._gone:
-                    dropped.append((first, self.step))
                 self._gone.discard(first)
+                dropped.append((first, self.step))
                 continue
             kept.append((first, self.step))
             self._kept += 1

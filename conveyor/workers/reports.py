@@ -135,6 +135,8 @@ class SampleReport:
     baseline: bool = False
     """The greedy sample of its group, which is not trained."""
     turns: int = 1
+    total_length: int = 0
+    """Tokens after the prompt, those of tools among them: what rollout.max_response_length bounds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,8 +216,8 @@ class TrainWorker:
         engines = {role: engine for role, engine in self._engines.items() if role != "actor" or not self._warming}
         counts = {role: self._count(denominators, role) for role in engines}
         metrics: Metrics = {}
-        if "actor" in engines and denominators.whiten is not None:
-            self._whiten_apart(*denominators.whiten, last=self._mixing is None)
+        if denominators.whiten is not None:
+            self._whiten_apart(*denominators.whiten, actor="actor" in engines)
         if "actor" in engines and self._mixing is not None:
             # An update with nothing in the policy's loss still learns from the rows that are mixed in.
             counts["actor"] = max(1, counts["actor"])
@@ -239,9 +239,11 @@ class TrainWorker:
         constant = denominators.samples * recipe.rollout.max_response_length
         return {"token_mean": denominators.tokens, "sequence_mean": denominators.sequences, "constant": constant}[aggregation]
 
-    def _whiten_apart(self, mean: float, std: float, last: bool) -> None:
-        """`streaming_exact`: the sums that were kept apart become the gradient of whitened advantages."""
-        self._engines["actor"].mix_apart(streaming_coefficients(mean - (self._centre or 0.0), std), last=last)
+    def _whiten_apart(self, mean: float, std: float, actor: bool) -> None:
+        """`streaming_exact`: the sums that were kept apart become the gradient of whitened advantages. `actor`: it is trained."""
+        if actor:
+            coefficients = streaming_coefficients(mean - (self._centre or 0.0), std)
+            self._engines["actor"].mix_apart(coefficients, last=self._mixing is None)
         self._centre = None
         for prepared in self._in_update:
             whitened = {sample: (advantage - mean) / std if std else 0.0 for sample, advantage in prepared.advantages.items()}

@@ -118,6 +118,24 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "algorithm.policy_loss: dpo and advantage_estimator best_worst go together",
     ),
     (base("grpo", train={"critic_warmup_steps": 1}), "train.critic_warmup_steps: group_norm has no critic"),
+    (base("grpo", critic={"path": "c"}), "critic: group_norm has no critic"),
+    (
+        base("ppo", train={"critic_warmup_steps": 3, "steps": 3}),
+        "train.critic_warmup_steps: the actor would not be trained in any of the 3 steps",
+    ),
+    (
+        base("distillation", reference={"path": "t"}, algorithm={"kl_estimator": "k3"}),
+        "algorithm.kl_estimator: in the reward only k1 leads to the teacher",
+    ),
+    (base("ppo", algorithm={"kl_in": "loss"}), "algorithm.kl_estimator: k1 in the loss has no gradient in expectation"),
+    (
+        base("reinforce", algorithm={"update_epochs": 2}),
+        "algorithm.policy_loss: policy_gradient has no ratio, so it is for one update a step",
+    ),
+    (
+        base("grpo", algorithm={"importance_correction": "token_mask"}),
+        "algorithm.importance_correction: has no effect without algorithm.importance_cap",
+    ),
     # rollout and sizes
     (base("grpo", rollout={"max_concurrent_requests": 7}), "rollout.max_concurrent_requests: a group of 8 samples does not fit"),
     (
@@ -296,6 +314,7 @@ def test_sizes_with_a_greedy_baseline() -> None:
             rollout={"n_samples_per_prompt": 2},
             train={"rollout_batch_size": 6, "train_batch_size": 4},
             pipeline={"micro_batch_size": 2},
+            algorithm={"policy_loss": "ppo_clip"},
         )
     )
     assert isinstance(made, OnlineRecipe)

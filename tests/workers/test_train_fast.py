@@ -418,8 +418,10 @@ def recipe_of(models, case):
         algorithm["kl_coef"] = 0.0  # as the preset has it: no reference
     further = dict(case.sections)
     train_keys = further.pop("train", {})
+    if {**METHOD_DEFAULTS[case.method].get("algorithm", {}), **algorithm}.get("advantage_estimator", "gae") == "gae":
+        further["critic"] = {"path": str(critic)}
     return recipe(
-        policy, case.method, critic={"path": str(critic)}, reference={"path": str(policy)}, algorithm=algorithm,
+        policy, case.method, reference={"path": str(policy)}, algorithm=algorithm,
         rewards=[] if case.method == "distillation" else rewards, pipeline={"micro_batch_size": 3},
         rollout={"temperature": 0.7, "n_samples_per_prompt": case.n, "max_response_length": LONGEST},
         train={"learning_rate": 1e-3, "critic_learning_rate": 2e-3, "weight_decay": 0.1, "max_grad_norm": 1e-3, **train_keys},
