@@ -72,7 +72,7 @@ class RunFolder:
         """
         folder = cls(recipe.output_dir)
         _check_writable(folder.path, recipe.output_dir)
-        made = [name for name in HOLDS_RESULTS if _filled(folder.path / name)]
+        made = [name for name in HOLDS_RESULTS if is_filled(folder.path / name)]
         if folder.newest_checkpoint() is not None:
             made.append("checkpoints")
         if made and not (recipe.overwrite or recipe.checkpoint.resume):
@@ -248,7 +248,8 @@ def read_untrained(checkpoint: Path) -> tuple[tuple[int, ...], int]:
     try:
         groups = json.loads(file.read_text(encoding="utf-8"))
         carried, following = groups["carried"], groups["next"]
-        if all(type(group) is int for group in (*carried, following)):
+        sound = isinstance(carried, list) and all(type(group) is int and group >= 0 for group in (*carried, following))
+        if sound and len({*carried, following}) == len(carried) + 1:
             return tuple(carried), following
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -270,17 +271,12 @@ def read_control(checkpoint: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(state, dict) and {"settings", "running"} <= state.keys():
-            return state
-    except (OSError, ValueError):
-        pass
-    raise UserError(
-        f"checkpoint.resume: {file} does not say how the KL coefficient and the rewards' scales stood; resume from another checkpoint"
-    )
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"checkpoint.resume: {file} cannot be read; resume from another checkpoint") from None
 
 
-def _filled(path: Path) -> bool:
+def is_filled(path: Path) -> bool:
     """Whether a file has content, or a folder entries."""
     return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 

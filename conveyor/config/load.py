@@ -51,7 +51,7 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> On
     if not isinstance(raw, dict):
         raise UserError(f"{path}: a recipe is a mapping of keys, this is {'empty' if raw is None else 'not one'}")
     for key, value in (overrides or {}).items():
-        _set(raw, key, value)
+        set_key(raw, key, value)
     return parse_recipe(raw, source=str(path))
 
 
@@ -95,7 +95,12 @@ def _nearest(key: str, method: str) -> str:
     return f"; do you mean {close[0]}?" if close else ""
 
 
-def _set(raw: dict[str, Any], dotted: str, text: str) -> None:
+def set_key(raw: dict[str, Any], dotted: str, text: str) -> None:
+    """Lay `--dotted.key text` over a recipe as it was read.
+
+    Raises:
+        UserError: the key leads through something that is no section.
+    """
     *parents, last = dotted.split(".")
     place: Any = raw
     for depth, name in enumerate(parents):

@@ -34,7 +34,7 @@ def _method(recipe: OnlineRecipe) -> Broken:
         yield "rewards", f"{recipe.method} needs at least one"
     if (algorithm.policy_loss == "dpo") != (algorithm.advantage_estimator == "best_worst"):
         yield (
-            "algorithm.policy_loss",
+            "algorithm.advantage_estimator" if algorithm.policy_loss == "dpo" else "algorithm.policy_loss",
             "dpo and advantage_estimator best_worst go together: the best and the worst sample of a group are a pair",
         )
     if not recipe.uses_critic:
@@ -157,7 +157,7 @@ def _dynamic_sampling(recipe: OnlineRecipe) -> Broken:
             "rollout.dynamic_sampling",
             f"equal rewards in a group tell {recipe.algorithm.advantage_estimator} something; it is for estimators that compare the group",
         )
-    if not recipe.judged_rewards:
+    if not any(reward.weight for reward in recipe.judged_rewards):
         yield (
             "rollout.dynamic_sampling",
             "goes by rewards that are functions or urls; a reward model hardly ever scores a whole group equally",

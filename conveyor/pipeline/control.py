@@ -6,13 +6,14 @@ steps up to that one: whenever its micro-batches arrive, with overlap or without
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from conveyor.algorithms.kl_control import adapted
 from conveyor.algorithms.scores import RewardScale, Running
-from conveyor.config import OnlineRecipe
+from conveyor.config import OnlineRecipe, UserError
 from conveyor.workers.reports import SampleReport, StepSettings
 
 
@@ -20,7 +21,11 @@ class StepControl:
     """Legal order: `learn` of steps one after the other; `settings` of a step once all it rests on are learnt from."""
 
     def __init__(self, recipe: OnlineRecipe, start_step: int = 0, state: dict[str, Any] | None = None) -> None:
-        """state: what a checkpoint after `start_step` steps says (`state`)."""
+        """state: what a checkpoint after `start_step` steps says (`state`).
+
+        Raises:
+            UserError: it says something else.
+        """
         self._algorithm, self._lag = recipe.algorithm, recipe.pipeline.max_staleness + 1
         self.next = start_step
         """The first step that has not been learnt from."""
@@ -28,10 +33,25 @@ class StepControl:
         first = StepSettings(recipe.algorithm.kl_coef)
         self._settings = {start_step + ahead: first for ahead in range(self._lag)}
         if state is not None:
-            self._running = {name: Running.load(kept) for name, kept in state["running"].items()}
-            for ahead, known in enumerate(state["settings"][: self._lag]):
-                scales = {name: RewardScale(**scale) for name, scale in known["scales"].items()}
-                self._settings[start_step + ahead] = StepSettings(known["kl_coef"], scales)
+            try:
+                self._load(start_step, state)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                raise UserError(
+                    "checkpoint.resume: control.json does not say how the KL coefficient and the rewards' scales stood; "
+                    "resume from another checkpoint"
+                ) from None
+
+    def _load(self, start_step: int, state: dict[str, Any]) -> None:
+        known = state["settings"]
+        if len(known) != self._lag or state["running"].keys() != self._running.keys():
+            raise ValueError("of another recipe")
+        self._running = {name: Running.load(kept) for name, kept in state["running"].items()}
+        for ahead, of_step in enumerate(known):
+            numbers = [of_step["kl_coef"], *(number for scale in of_step["scales"].values() for number in scale.values())]
+            if not all(isinstance(number, float | int) and math.isfinite(number) for number in numbers):
+                raise ValueError("no finite numbers")
+            scales = {name: RewardScale(**scale) for name, scale in of_step["scales"].items()}
+            self._settings[start_step + ahead] = StepSettings(of_step["kl_coef"], scales)
 
     def settings(self, step: int) -> StepSettings:
         return self._settings[step]

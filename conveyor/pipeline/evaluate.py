@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
 from ray.exceptions import RayTaskError
 from rich.console import Console
 
 from conveyor.checks import check_held_out, devices_per_worker, planned_devices, read_model_config
 from conveyor.config import OnlineRecipe, RunError, UserError, load_recipe, parse_recipe
+from conveyor.config.load import set_key
 from conveyor.data.tokenizer import check_folder_or_hub_id
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.recorder import Recorder
@@ -21,7 +21,7 @@ from conveyor.pipeline.run_plan import run_plan
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.report.progress import read_metrics
 from conveyor.report.tables import table
-from conveyor.run_folder import RunFolder
+from conveyor.run_folder import HOLDS_RESULTS, RunFolder, is_filled
 from conveyor.types import Prompt
 from conveyor.workers.placement import Placement
 from conveyor.workers.start import start_workers
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     recipe = evaluation_recipe(known, overrides)
+    _check_folder(Path(known.output_dir))
     prompts = check_held_out(recipe)
     sizes = devices_per_worker(recipe)
     with Placement.create(planned_devices(recipe), recipe.ray, telemetry=recipe.telemetry, devices_per_worker=sizes) as placement:
@@ -54,6 +55,13 @@ def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     Console().print(table(recipe.model.path, ["", "value"], [[name, value] for name, value in line.items()]))
     print(f"{folder.path}/evaluation.json, {folder.held_out_samples}")
     return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """An evaluation replaces only what an earlier one has made."""
+    of_a_run = [name for name in (*HOLDS_RESULTS, "checkpoints") if is_filled(folder / name)]
+    if of_a_run:
+        raise UserError(f"--output-dir: {folder} holds a run ({of_a_run[0]}); name another folder")
 
 
 def evaluate(recipe: OnlineRecipe, prompts: list[Prompt], placement: Placement) -> dict[str, Any]:
@@ -76,8 +84,18 @@ def evaluation_recipe(known: argparse.Namespace, overrides: dict[str, str]) -> O
     """A recipe of the parts of the given one that an evaluation needs.
 
     Raises:
-        UserError: there is none, or it does not say what to evaluate.
+        UserError: there is none, it does not say what to evaluate, or a key is wrong.
     """
+    raw = _source(known)
+    for key, text in overrides.items():
+        if key.partition(".")[0] not in (*KEPT, "model"):
+            raise UserError(f"--{key}: an evaluation has no such key; sections: model, {', '.join(KEPT)}")
+        set_key(raw, key, text)
+    return _for_evaluation(raw, known.output_dir)
+
+
+def _source(known: argparse.Namespace) -> dict[str, Any]:
+    """Sections of the recipe that is named, or of the run that MODEL is, or of the options alone."""
     run_folder = RunFolder(known.model)
     source = Path(known.recipe) if known.recipe else run_folder.config
     model = str(run_folder.model) if run_folder.model.is_dir() else known.model
@@ -86,22 +104,23 @@ def evaluation_recipe(known: argparse.Namespace, overrides: dict[str, str]) -> O
         given = load_recipe(source)
         if not isinstance(given, OnlineRecipe):
             raise UserError(f"{source}: method {given.method} does not sample; name the held-out prompts with --data and --reward")
-        dumped = given.model_dump(mode="json")
-        raw = {key: dumped[key] for key in KEPT} | {"model": dumped["model"]}
+        dumped = given.model_dump(mode="json", exclude_none=True)
+        raw = {key: dumped[key] for key in (*KEPT, "model") if key in dumped}
     elif not known.data or not known.reward:
         raise UserError("evaluate: name a recipe with --recipe, or prompts and a reward with --data and --reward")
-    raw |= {"method": "reinforce", "output_dir": known.output_dir, "overwrite": True, "algorithm": {"kl_coef": 0.0}}
-    raw["model"] = raw.get("model", {}) | {"path": model, "tokenizer": None}
-    if known.data:
-        raw["evaluate"] = (raw.get("evaluate") or {}) | {"path": known.data}
+    raw["model"] = {**raw.get("model", {}), "path": model}
+    raw["model"].pop("tokenizer", None)
+    if known.data is not None:
+        raw["evaluate"] = raw.get("evaluate", {}) | {"path": known.data}
         raw.setdefault("data", {"path": known.data})
-    if not source.is_file():
-        _fit_lengths(raw, model)
     if known.reward:
         raw["rewards"] = [{"name": _name(function), "function": function} for function in known.reward]
-    if not raw.get("evaluate"):
+        raw.get("evaluate", {}).pop("success_reward", None)
+    if "evaluate" not in raw:
         raise UserError(f"{source}: has no evaluate section; name the held-out prompts with --data")
-    return _with_devices(_overridden(raw, overrides))
+    if not source.is_file():
+        _fit_lengths(raw, model)
+    return raw
 
 
 def _fit_lengths(raw: dict[str, Any], model: str) -> None:
@@ -112,38 +131,32 @@ def _fit_lengths(raw: dict[str, Any], model: str) -> None:
     raw["rollout"] = {"max_response_length": min(256, limit // 2)}
 
 
-def _overridden(raw: dict[str, Any], overrides: dict[str, str]) -> dict[str, Any]:
-    for key, text in overrides.items():
-        *parents, last = key.split(".")
-        if parents and parents[0] not in (*KEPT, "model"):
-            raise UserError(f"--{key}: an evaluation has no such key; sections: model, {', '.join(KEPT)}")
-        place: Any = raw
-        for name in parents:
-            place = place[int(name)] if isinstance(place, list) and name.isdigit() else place.setdefault(name, {})
-        place[last] = yaml.safe_load(text) if text.strip() else text
-    return raw
-
-
-def _with_devices(raw: dict[str, Any]) -> OnlineRecipe:
-    """Keeps only the device groups and roles that an evaluation has a use for."""
-    rewards = raw.get("rewards") or []
-    models = {reward["name"] for reward in rewards if reward.get("model")}
-    for reward in rewards:
+def _for_evaluation(raw: dict[str, Any], output_dir: str) -> OnlineRecipe:
+    """With the device groups and roles that an evaluation has a use for, and nothing of the training's own."""
+    given = raw.get("rollout")
+    slots = given.get("max_concurrent_requests", 64) if isinstance(given, dict) else 64
+    if type(slots) is int and (given is None or isinstance(given, dict)):  # a prompt's samples are to fit; other values are refused below
+        raw = {**raw, "rollout": {**(given or {}), "max_concurrent_requests": max(slots, 2**20)}}
+    common = {"method": "reinforce", "output_dir": output_dir, "overwrite": True, "algorithm": {"kl_coef": 0.0}}
+    bare = _parsed({**raw, **common, "devices": None, "roles": {}})
+    assert bare.evaluate is not None
+    asked = bare.model_dump(mode="json")
+    wanted = bare.evaluate.n_samples_per_prompt + bare.evaluate.greedy
+    asked["rollout"] |= {"n_samples_per_prompt": 1, "dynamic_sampling": False, "max_concurrent_requests": max(slots, wanted)}
+    asked["evaluate"]["in_bubbles"] = None
+    for reward in asked["rewards"]:
         reward["normalize"] = "none"
-    rollout = raw.get("rollout") or {}
-    raw["rollout"] = rollout | {"dynamic_sampling": False}
-    section = raw["evaluate"]
-    wanted = section.get("n_samples_per_prompt", 1) + bool(section.get("greedy"))
-    raw["rollout"]["max_concurrent_requests"] = max(wanted, rollout.get("max_concurrent_requests", 64))
-    raw["rollout"]["n_samples_per_prompt"] = 1
-    kept = {"rollout", *models} | ({"score"} if models else set())
-    raw["roles"] = {role: group for role, group in (raw.get("roles") or {}).items() if role in kept}
-    raw["evaluate"] = section | {"in_bubbles": None}
-    bare = parse_recipe({**raw, "devices": None}, source="evaluate")
-    assert isinstance(bare, OnlineRecipe)
-    groups = {bare.role_group("rollout"), *(bare.role_group(name) for name in models)}
-    if raw.get("devices"):
-        raw["devices"] = {group: count for group, count in raw["devices"].items() if group in groups}
+    roles, devices = raw.get("roles") or {}, raw.get("devices")
+    if isinstance(roles, dict):
+        rollout = roles.get("rollout", "rollout")
+        score = {reward.name: roles.get(reward.name) or roles.get("score", "score") for reward in bare.model_rewards}
+        roles = {"rollout": rollout, "actor": rollout, **score}  # there is no actor; its place is nobody's
+        if isinstance(devices, dict):
+            devices = {group: count for group, count in devices.items() if group in roles.values()}
+    return _parsed({**asked, "roles": roles, "devices": devices})
+
+
+def _parsed(raw: dict[str, Any]) -> OnlineRecipe:
     made = parse_recipe(raw, source="evaluate")
     assert isinstance(made, OnlineRecipe)
     return made

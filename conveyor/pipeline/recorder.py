@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from conveyor.algorithms.metrics import Mean, Metrics, merge
 from conveyor.algorithms.objective import streaming_coefficients
-from conveyor.config import OnlineRecipe
+from conveyor.config import OnlineRecipe, RunError
 from conveyor.pipeline.run_plan import RunPlan, ScorePart
 from conveyor.pipeline.step_metrics import drop_metrics, optim_metrics, sample_metrics
 from conveyor.report.events import JUDGE, Event, EventLog, read_events
@@ -58,6 +59,8 @@ class _Worker:
         return f"{self.group} {self.index}"
 
 
+LOST_STEPS = 10
+"""Steps in a row without any finite gradient, after which a run ends."""
 REWARDS = _Worker("rewards", "rewards", 0)
 
 
@@ -91,6 +94,7 @@ class Recorder:
         self._failures: dict[int, Metrics] = defaultdict(dict)
         self._in_flight: dict[SampleId, tuple[int, float]] = {}
         self._window_start: float | None = None
+        self._lost_steps = 0
         self.kl_coefs: dict[int, float] = {}
         """Of open steps, where the adaptive controller moves it."""
         self.last_row: dict[str, Any] = {}
@@ -236,7 +240,8 @@ class Recorder:
         row |= sample_metrics(self.recipe, step, samples)
         row |= drop_metrics(self.recipe, self._dropped.pop(step, []), samples)
         row |= {name: metric.total for name, metric in self._failures.pop(step, {}).items() if isinstance(metric, Mean) and metric.total}
-        row |= optim_metrics(self._optim.pop(step, []))
+        self._look_at_gradients(step, reports := self._optim.pop(step, []))
+        row |= optim_metrics(reports)
         if (kl_coef := self.kl_coefs.pop(step, None)) is not None:
             row["kl_coef"] = kl_coef
         row |= self._time_metrics(row["tokens"], now)
@@ -250,6 +255,20 @@ class Recorder:
         self._events.flush()
         self.last_row = row
         self.on_step(row)
+
+    def _look_at_gradients(self, step: int, reports: Sequence[OptimReport]) -> None:
+        """Updates without a finite gradient change nothing: the user is told, and a run that does nothing else ends.
+
+        Raises:
+            RunError: it is the tenth step in a row.
+        """
+        lost = sorted({role for report in reports for role, done in report.steps.items() if not math.isfinite(done.grad_norm)})
+        learnt = any(not done.skipped for report in reports for done in report.steps.values())
+        self._lost_steps = self._lost_steps + 1 if lost and not learnt else 0
+        if lost:
+            log.warning("step %d: a gradient of the %s is not finite; that update changes no weight", step + 1, " and the ".join(lost))
+        if self._lost_steps == LOST_STEPS:
+            raise RunError(f"no update of the last {LOST_STEPS} steps had a finite gradient; look at rewards, KL and learning rate")
 
     def _time_metrics(self, tokens: int, now: float) -> dict[str, Any]:
         start = self._window_start if self._window_start is not None else 0.0

@@ -289,7 +289,7 @@ class Scheduler:
     def _group_judged(self, group: int, equal: bool) -> None:
         """Dynamic sampling: some groups are certain now to stay, or to be left out."""
         kept, dropped = self.membership.judged(group, equal)
-        if equal:
+        if equal or dropped:  # it is certain to go, or to have gone
             self.engines.group_dropped()
         for out, step in dropped:
             self._dropped.append(Drop(out, step))

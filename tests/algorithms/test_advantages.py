@@ -260,3 +260,14 @@ def test_returns_that_equal_their_baselines_are_whitened_to_zero_not_noise(score
     mean, std = whitening(first.shifted(-score) + second.shifted(-2 * score))
     assert std == 0
     assert (whiten(returns, kept, mean, std) == 0).all()
+
+
+def test_the_rounding_of_a_kl_is_no_advantage() -> None:
+    """Equal rewards less a KL of a policy to itself, which is 0 but for float32: Adam would make full steps of the difference."""
+    outcomes = [1.0 + noise for noise in (4e-8, -3e-8, 1e-8, 0.0)]
+    for estimator in ("group_norm", "dr_grpo", "rloo", "opo", "best_worst"):
+        assert group_advantages(outcomes, estimator, [3, 4, 5, 6]) == [0.0] * 4  # type: ignore[arg-type]
+        assert group_advantages([noise - 1.0 for noise in outcomes], estimator, [3, 4, 5, 6]) == [0.0] * 4  # type: ignore[arg-type]
+    noise = torch.tensor([[4e-8, -3e-8, 1e-8, 0.0]])
+    assert whitening(moments(noise, torch.ones(1, 4, dtype=torch.bool)))[1] == 0.0
+    assert any(group_advantages([0.0, 1e-3], "rloo")) and whitening(moments(1e4 * noise, torch.ones(1, 4, dtype=torch.bool)))[1] > 0

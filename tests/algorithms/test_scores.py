@@ -84,3 +84,10 @@ def test_running_statistics_of_few_or_equal_values():
     running.add([0.1, 0.1])
     assert running.scale() == RewardScale(0.1, 0.0)
     assert shaped(0.1, EXACT, running.scale()) == 0.0
+
+
+def test_a_clip_is_for_what_is_normalised() -> None:
+    section = sections.Reward(name="r", function="f.py:f", normalize="running", clip=1.0)
+    assert shaped(35.0, section, None) == 35.0, "no scale yet"
+    assert shaped(35.0, section, RewardScale(20.0, 5.0)) == 1.0
+    assert shaped(35.0, section.model_copy(update={"normalize": "none"}), None) == 1.0

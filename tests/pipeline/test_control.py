@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from conveyor.config import OnlineRecipe, parse_recipe
+from conveyor.config import OnlineRecipe, UserError, parse_recipe
 from conveyor.pipeline.control import StepControl
 from conveyor.pipeline.ledger import Ledger
 from conveyor.types import SampleId
@@ -97,3 +97,30 @@ def test_the_ledger_learns_once_of_whole_steps_whenever_it_is_asked(asked: str) 
             ledger.finish_step(0, step - 1)
             assert ledger.state(step) == ledger.state(step)
     assert ledger.settings(3).kl_coef == pytest.approx(0.5 * FACTORS[0] * FACTORS[1], rel=1e-12)
+
+
+def test_a_first_success_among_equal_rewards_is_not_lost() -> None:
+    """A reward that was 0 for every sample so far has no scale, so the first 1 stays a 1."""
+    control = StepControl(recipe(0))
+    control.learn(0, [report(0, k, 0.0, 0.0, 10) for k in range(4)])
+    assert control.settings(1).scales == {}
+    control.learn(1, [report(1, k, float(k == 0), 0.0, 10) for k in range(4)])
+    assert control.settings(2).scales["r"].mean == pytest.approx(1 / 8)
+
+
+SOUND = {"settings": [{"kl_coef": 0.5, "scales": {}}], "running": {"r": {"count": 0, "mean": 0.0, "squares": 0.0}}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"settings": {}}, {"settings": [1]}, {"settings": []}, {"settings": [{"kl_coef": 0.5}]}, {"settings": None},
+        {"settings": [{"kl_coef": "x", "scales": {}}]}, {"settings": [{"kl_coef": float("nan"), "scales": {}}]},
+        {"settings": [{"kl_coef": 0.5, "scales": {"r": {"mean": 1.0}}}]}, {"running": {}}, {"running": {"r": {"count": 1}}},
+        {"running": None},
+    ],
+)  # fmt: skip
+def test_a_damaged_state_is_refused_in_one_line(changes: dict) -> None:
+    StepControl(recipe(0), 3, SOUND)
+    with pytest.raises(UserError, match=r"^checkpoint\.resume: control\.json does not say"):
+        StepControl(recipe(0), 3, SOUND | changes)

@@ -69,9 +69,9 @@ def test_a_checkpoint_of_dynamic_sampling_names_where_to_go_on() -> None:
 
     ahead = Membership(plan(1, 1, 1, staleness=1, order="prompt", groups_sampled_at_most=3))
     assert admit(ahead, 0) == [0, 1]
-    assert ahead.judged(1, True) == ([], [(1, 0)])
+    assert ahead.judged(1, True) == ([], [])
     assert admit(ahead, 0) == [2]
-    assert ahead.judged(0, False) == ([(0, 0)], [])
+    assert ahead.judged(0, False) == ([(0, 0)], [(1, 1)])
     assert admit(ahead, 1) == [3]
     assert ahead.judged(3, False) == ([], []) and ahead.untrained(1) == ((2, 3), 4)
     assert ahead.judged(2, False) == ([(2, 1), (3, 2)], []) and ahead.next_group is None

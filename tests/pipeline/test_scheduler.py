@@ -599,8 +599,8 @@ def test_dynamic_sampling_admits_no_more_than_may_be_needed(staleness: int) -> N
         return scheduler.actions()
 
     next_group = 2 + 2 * staleness
-    assert judged(1, True) == [Drop(1, 0), Admit(0, next_group, staleness)], "dropped, whatever group 0 turns out to be"
-    assert judged(0, True) == [Drop(0, 0), Admit(0, next_group + 1, staleness)]
+    assert judged(1, True) == [Admit(0, next_group, staleness)], "it goes, whatever group 0 turns out to be; group 0 says of which step"
+    assert judged(0, True) == [Drop(0, 0), Drop(1, 0), Admit(0, next_group + 1, staleness)]
     samples = (SampleId(2, 0), SampleId(3, 0))
     assert judged(3, True) == [], "two are out, the most that may be: it stays"
     assert judged(2, True)[0] == Prepare(0, MicroBatchKey(0, 0, 0), samples)

@@ -57,17 +57,17 @@ def test_what_stays_and_in_which_step_does_not_depend_on_the_order_of_news(size:
         assert not kept.keys() & {g for g, _ in stay} and not dropped.keys() & {g for g, _ in out}, "said twice"
         kept |= dict(stay)
         dropped |= dict(out)
-        # What is said early is certain.
-        assert all(always_dropped(known, g, size, size + spare) for g, _ in out)
         settled = next((g for g in range(admitted) if g not in judged), admitted)
         assert {g: step for g, (stays, step) in enumerate(wanted[:settled]) if stays} == kept
         assert selection.step == [*wanted, (False, _step_after(wanted, size))][settled][1]
-        may_stay = [g for g in range(settled, admitted) if g not in dropped]
-        assert selection.waiting == tuple(may_stay)
+        assert {g: step for g, (stays, step) in enumerate(wanted[:settled]) if not stays} == dropped, "booked to the step it is of"
+        # A group is replaced early only if it is certain to be left out.
+        replaced = set(range(settled, admitted)) - set(selection.waiting)
+        assert all(always_dropped(known, g, size, size + spare) for g in replaced)
         in_step = sum(step == selection.step for step in kept.values())
-        assert selection.holds == in_step + len(may_stay)
+        assert selection.holds == in_step + len(selection.waiting)
     assert kept == {g: step for g, (stays, step) in enumerate(wanted) if stays}
-    assert dropped.keys() == {g for g, (stays, _) in enumerate(wanted) if not stays}
+    assert dropped == {g: step for g, (stays, step) in enumerate(wanted) if not stays}
 
 
 def _step_after(wanted: list[tuple[bool, int]], size: int) -> int:
@@ -79,9 +79,9 @@ def test_by_hand() -> None:
     selection = Selection(0, 2, 4)
     for group in range(7):
         selection.admit(group)
-    assert selection.judged(1, True) == ([], [(1, 0)]), "two may go, so it goes whatever group 0 is"
+    assert selection.judged(1, True) == ([], []) and 1 not in selection.waiting, "two may go, so it goes whatever group 0 is"
     assert selection.judged(2, False) == ([], [])
-    assert selection.judged(0, False) == ([(0, 0), (2, 0)], [])
-    assert [selection.judged(group, True) for group in (4, 3)] == [([], [(4, 1)]), ([], [(3, 1)])]
+    assert selection.judged(0, False) == ([(0, 0), (2, 0)], [(1, 0)])
+    assert [selection.judged(group, True) for group in (4, 3)] == [([], []), ([], [(3, 1), (4, 1)])]
     assert selection.judged(5, True) == ([(5, 1)], [])
     assert selection.judged(6, True) == ([(6, 1)], []) and selection.step == 2 and selection.holds == 0
