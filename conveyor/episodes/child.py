@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from typing import Any
 from conveyor.config import UserError
 from conveyor.episodes.functions import Turn, checked_columns, checked_observation, load_rollout_function
 from conveyor.episodes.mark import NOBODY, Mark
-from conveyor.rewards.child import end_with_caller
+from conveyor.rewards.child import end_if_copied, end_with_caller
 from conveyor.rewards.functions import accepted, where_raised
 
 _sample: contextvars.ContextVar[int] = contextvars.ContextVar("sample", default=NOBODY)
@@ -48,7 +48,7 @@ class Player:
     """Plays samples until the caller closes the pipe."""
 
     def __init__(self, pipe: Connection, function: Callable[..., Any], mark: Mark) -> None:
-        self._pipe, self._function, self._mark = pipe, function, mark
+        self._pipe, self._function, self._mark, self._own = pipe, function, mark, os.getpid()
         self._playing: dict[int, _Playing] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._task)  # type: ignore[arg-type]
@@ -97,6 +97,7 @@ class Player:
 
     def _end(self, number: int, *how: Any) -> None:
         """`how`: what the caller is told, which it is once; nothing where it knows."""
+        end_if_copied(self._own)
         playing = self._playing.pop(number, None)
         if playing is None:
             return
@@ -130,6 +131,7 @@ class Player:
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         if not all(isinstance(each, str) and each for each in stops):
             raise TypeError("stop is a text or a list of texts, none of them empty")
+        "".join(stops).encode()  # ValueError: half of a surrogate pair, which the engine cannot take
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"max_tokens is {max_tokens!r}, not a whole number from 1")
         said = None if observation is None else checked_observation(observation)
@@ -176,6 +178,8 @@ def _outcome(result: Any) -> tuple[str, Any]:
         return "returned", checked_columns(result)
     except ValueError as error:
         return "failed", str(error)
+    except BaseException as error:  # what was returned has code of its own
+        return "failed", f"returned columns that raise {where_raised(error)}"
 
 
 def _end_where_called(error: BaseException) -> None:
@@ -191,7 +195,7 @@ def _end_where_called(error: BaseException) -> None:
 
 def main() -> None:
     pipe, mark, named, key = sys.argv[1:]
-    threading.Thread(target=end_with_caller, daemon=True).start()
+    end_with_caller()
     connection = Connection(int(pipe))
     try:
         function = load_rollout_function(named, key)

@@ -27,6 +27,9 @@ from conveyor.rewards import functions as rewards
 GIVEN = ("prompt", "generate")
 """Arguments every call has; all others are columns of the dataset."""
 
+MOST_OBSERVED = 2**20
+"""Characters of one observation: tokenising stops the engine meanwhile."""
+
 
 class EpisodeError(UserError):
     """A rollout function failed; the text names the dataset's row."""
@@ -65,7 +68,8 @@ def checked_columns(result: Any) -> dict[str, Any]:
     """What a function returned, as columns for reward functions.
 
     Raises:
-        ValueError: neither None nor a dict of names and values that JSON can hold, or a name that is not free.
+        ValueError: neither None nor a dict of names and values that JSON can hold (no half of a surrogate pair, no more than
+            `MOST_NESTING` levels), or a name that is not free.
     """
     if result is None:
         return {}
@@ -81,21 +85,43 @@ def checked_observation(said: Any) -> str | list[dict[str, Any]]:
 
     Raises:
         TypeError: it is neither.
-        ValueError: messages that JSON cannot hold.
+        ValueError: messages that JSON cannot hold, or `checked_text` refuses it.
     """
     if isinstance(said, str):
-        return said
+        return checked_text(said)
     messages = [said] if isinstance(said, Mapping) else said
     if not isinstance(messages, Sequence) or not all(
         isinstance(each, Mapping) and "role" in each and "content" in each for each in messages
     ):
         raise TypeError(f"generate takes a text or chat messages, each with role and content, not a {type(said).__name__}")
-    return _plain([dict(each) for each in messages], "messages")
+    plain = _plain([dict(each) for each in messages], "messages")
+    checked_text(json.dumps(plain, ensure_ascii=False))
+    return plain
+
+
+def checked_text(text: str) -> str:
+    """A text that can be tokenised while the engine waits.
+
+    Raises:
+        ValueError: longer than `MOST_OBSERVED` characters, or half of a surrogate pair is in it.
+    """
+    if len(text) > MOST_OBSERVED:
+        raise ValueError(f"an observation of {len(text)} characters; at most {MOST_OBSERVED}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"an observation that is no text: {error}") from None
+    return text
 
 
 def _plain(value: Any, what: str) -> Any:
     """A copy in JSON's own types: it crosses to a process that knows nothing of the function's."""
     try:
-        return json.loads(json.dumps(value))
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()  # half of a surrogate pair
+        plain = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} that JSON cannot hold: {error}") from None
+    if rewards.nests_deeper(plain):
+        raise ValueError(f"{what} that are nested more than {rewards.MOST_NESTING} deep")
+    return plain

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from conveyor.data.tokenizer import encode_texts, render_chats
+from conveyor.episodes.functions import checked_text
 
 _USER, _ASSISTANT = "what the user said", "what the assistant said"
 
@@ -19,16 +20,17 @@ def observation_ids(tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Map
     of that message first, unless `before`, the token that stands before the observation, is that end already.
 
     Raises:
-        ValueError: the template refuses such a conversation, with its own words, or does not show what the assistant said.
+        ValueError: the template refuses such a conversation, with its own words, or does not show what the assistant said; or
+            `checked_text` refuses what is to be tokenised.
         UserError: the tokenizer has no chat template.
     """
     if not said:
         return []
     if isinstance(said, str):
-        return encode_texts(tokenizer, [said])[0]
+        return encode_texts(tokenizer, [checked_text(said)])[0]
     chat = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ASSISTANT}, *said]
     _, shown, after = render_chats(tokenizer, [chat], add_generation_prompt=True)[0].partition(_ASSISTANT)
     if not shown:
         raise ValueError("the chat template leaves out what the assistant said before; give the observation as a text")
-    ids = encode_texts(tokenizer, [after])[0]
+    ids = encode_texts(tokenizer, [checked_text(after)])[0]
     return ids[1:] if ids[:1] == [before] else ids

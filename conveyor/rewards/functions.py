@@ -34,6 +34,9 @@ from conveyor.config import UserError
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments every call has; all others are columns of the dataset."""
 
+MOST_NESTING = 64
+"""Levels of lists and objects in what comes from outside: what goes on with it may recur, pickle for one."""
+
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """The largest score: rewards are float32 from the batch on."""
 
@@ -170,11 +173,24 @@ def _score(value: Any) -> float | None:
     return score
 
 
+def nests_deeper(value: Any, levels: int = MOST_NESTING) -> bool:
+    """Whether JSON's lists and objects stand more than `levels` deep in one another."""
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(nests_deeper(each, levels - 1) for each in inner if isinstance(each, list | dict))
+
+
 def where_raised(error: BaseException) -> str:
     """`ZeroDivisionError: division by zero (rewards.py:14)`: one line, with the innermost place."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
+    try:
+        words = str(error)
+    except BaseException as second:  # __str__ is the error's own code
+        words = f"(its text raises {type(second).__name__})"
+    # What half of a surrogate pair is in cannot be written anywhere.
+    text = " ".join(words.split()).encode(errors="backslashreplace").decode()
     return type(error).__name__ + (f": {text}" if text else "") + place
 
 

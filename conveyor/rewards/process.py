@@ -1,7 +1,7 @@
 """A reward function in a process of its own: called over a pipe, ended when it takes too long.
 
-    FunctionProcess (here)  ── arguments ──▶  child.py
-                            ◀── ("scores", list) or ("failed", text) ──
+    FunctionProcess (here)  ── (number of the call, arguments) ──▶  child.py
+                            ◀── (number, "scores", list) or (number, "failed" or "miscounted", text) ──
 
 A thread cannot be stopped from outside, so only a process keeps a function that never returns from
 holding up the run. The child is a fresh interpreter rather than a fork: the caller has torch, Ray
@@ -15,13 +15,24 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext, suppress
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 from conveyor.config import UserError
+
+MOST_LOG = 64 * 2**20
+"""Bytes of the file that takes what functions print; what comes after that is thrown away."""
+
+LONGEST_WAIT = 20 * 86400.0
+"""Seconds; poll takes milliseconds that fit 31 bits."""
+
+END_TIMEOUT = 5.0
+"""Seconds for a child that has closed its pipe to end, and past its time for a message that has begun."""
 
 START_TIMEOUT = 120.0
 """Seconds for the child to start and import the function's module."""
@@ -91,7 +102,8 @@ class ChildProcess:
         if self._log is None:
             return nullcontext()
         self._log.parent.mkdir(parents=True, exist_ok=True)  # on another machine the folder may not be there
-        return self._log.open("ab")
+        full = self._log.is_file() and self._log.stat().st_size > MOST_LOG
+        return open(os.devnull, "ab") if full else self._log.open("ab")
 
     def kill(self) -> None:
         """End the child and whatever it has started; `close` is still to be called."""
@@ -111,17 +123,37 @@ class ChildProcess:
             self._pipe.close()
         self._process = self._pipe = None
 
-    def _receive(self, timeout: float) -> tuple[str, Any]:
+    def _receive(self, timeout: float) -> tuple[Any, ...]:
         assert self._pipe is not None and self._process is not None
+        timeout = min(timeout, LONGEST_WAIT)
         try:
             if self._pipe.poll(timeout):
-                return self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            code = self._process.wait()
+                with self._ended_after(timeout + END_TIMEOUT):
+                    return self._pipe.recv()
+        except (EOFError, OSError):
+            with suppress(subprocess.TimeoutExpired):  # it may live on without its pipe
+                self._process.wait(END_TIMEOUT)
+            code = self._process.poll()
             self.close()
-            raise CallFailed(f"its process ended with status {code}") from None
+            why = "its pipe was closed, or written to by something else" if code is None else f"its process ended with status {code}"
+            raise CallFailed(why) from None
+        except Exception as error:  # unpickling may raise anything
+            self.close()
+            raise CallFailed(f"its answer cannot be read ({type(error).__name__}): something else was written to its pipe") from None
         self.close()
         raise CallTimeout(f"no answer within {timeout:g} s")
+
+    @contextmanager
+    def _ended_after(self, seconds: float) -> Iterator[None]:
+        """Reading and writing of whole messages, which may wait for ever: the child is killed then, which ends the wait."""
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 class FunctionProcess(ChildProcess):
@@ -140,6 +172,7 @@ class FunctionProcess(ChildProcess):
         super().__init__(named, key, log)
         self._arguments = arguments or {}
         self._calling = threading.RLock()  # held by the thread that talks to the child
+        self._count = 0
         self._ended = False
 
     def start(self) -> None:
@@ -160,8 +193,7 @@ class FunctionProcess(ChildProcess):
                 raise CallClosed
             try:
                 self.start()
-                self._send(arguments)
-                kind, answer = self._receive(timeout)
+                kind, answer = self._ask(arguments, min(timeout, LONGEST_WAIT))
             except (CallFailed, UserError):
                 if self._ended:
                     raise CallClosed from None
@@ -170,7 +202,28 @@ class FunctionProcess(ChildProcess):
             raise CallMiscounted(answer)
         if kind == "failed":
             raise CallFailed(answer)
+        if len(answer) != len(arguments["prompts"]):
+            raise CallMiscounted(f"returned {len(answer)} scores for {len(arguments['prompts'])} samples")
         return answer
+
+    def _ask(self, arguments: dict[str, Any], timeout: float) -> tuple[str, Any]:
+        self._count += 1
+        deadline = time.monotonic() + timeout
+        with self._ended_after(timeout + END_TIMEOUT):  # a child that reads nothing
+            self._send((self._count, arguments))
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                message = self._receive(left)
+            except CallTimeout:
+                break
+            match message:
+                case (self._count, "scores", list() as scores):
+                    return "scores", scores
+                case (self._count, "failed" | "miscounted" as kind, str() as text):
+                    return kind, text
+                # else the answer of an earlier call, or what the function itself has written there
+        self.close()
+        raise CallTimeout(f"no answer within {timeout:g} s")
 
     def end(self) -> None:
         """End the child and whatever it has started, for good; also during a call of another thread."""
@@ -181,9 +234,9 @@ class FunctionProcess(ChildProcess):
         self._calling.release()
 
     def _greet(self) -> None:
-        self._send(self._arguments)
+        self._send((self._arguments, None if self._log is None else MOST_LOG))
 
-    def _send(self, arguments: dict[str, Any]) -> None:
+    def _send(self, message: tuple[Any, ...]) -> None:
         assert self._pipe is not None
-        with suppress(BrokenPipeError):  # a child that has died since the last call; _receive says so
-            self._pipe.send(arguments)
+        with suppress(OSError):  # a child that has died since the last call; _receive says so
+            self._pipe.send(message)

@@ -32,7 +32,7 @@ from conveyor.config import UserError, sections
 from conveyor.data.tokenizer import check_folder_or_hub_id, encode_prompt, encode_texts
 from conveyor.models.joining import pad_right
 from conveyor.models.scalar_model import load_scalar_model, sequence_scores
-from conveyor.rewards.functions import text_of
+from conveyor.rewards.functions import MOST_NESTING, nests_deeper, text_of
 from conveyor.rewards.process import CallFailed, CallMiscounted, CallTimeout, FunctionProcess
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,11 @@ async def _read(request: Request, most: int) -> bytes:
 
 def _parsed(body: bytes) -> Ask:
     try:
-        ask = Ask.model_validate(json.loads(body))
+        told = json.loads(body)
+        if nests_deeper(told):
+            raise HTTPException(422, f"the body is nested more than {MOST_NESTING} deep")
+        json.dumps(told, ensure_ascii=False).encode()  # half of a surrogate pair
+        ask = Ask.model_validate(told)
     except ValidationError as error:
         first = error.errors()[0]
         # The branch of a union that was tried is no place in the body.

@@ -101,6 +101,11 @@ async def _dies(prompt, generate, **columns):
     os._exit(7)
 
 
+async def _forks(prompt, generate, **columns):
+    os.fork()
+    return {"process": os.getpid()}
+
+
 async def _misuses(prompt, generate, call, **columns):
     await generate()
     await eval(call, {"generate": generate})
@@ -108,7 +113,29 @@ async def _misuses(prompt, generate, call, **columns):
 
 async def _returns(prompt, generate, what, **columns):
     await generate()
-    return eval(what)
+    return eval(what, globals())
+
+
+def nested(levels):
+    return [nested(levels - 1)] if levels else 0
+
+
+class _Wordless(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+async def _raises_wordless(prompt, generate, **columns):
+    raise _Wordless
+
+
+class _Odd(dict):
+    def __iter__(self):
+        raise RuntimeError("no names")
+
+
+async def _returns_code(prompt, generate, **columns):
+    return _Odd()
 
 
 async def _two_at_once(prompt, generate, **columns):

@@ -260,3 +260,19 @@ def test_messages_that_cannot_be_rendered_are_the_functions_to_know(template: st
     assert (kind, number) == ("refuse", 1) and message in text
     play.turn([71], said="12")
     assert play.end("returned", {}).turns == 2, "a refused observation is no turn"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("half \ud800", "an observation that is no text: 'utf-8' codec"),
+        ([{"role": "tool", "content": "half \ud800"}], "an observation that is no text: 'utf-8' codec"),
+        ("x" * (2**20 + 1), "an observation of 1048577 characters; at most 1048576"),
+    ],
+)
+def test_what_cannot_be_tokenised_is_the_functions_to_know(said: Any, message: str) -> None:
+    play = Play()
+    play.turn([70])
+    play.generate(said)
+    kind, number, text = play.sent[-1]
+    assert (kind, number) == ("refuse", 1) and text.startswith(message)

@@ -92,6 +92,8 @@ def test_what_is_raised_is_one_line_with_its_place(caller: Caller) -> None:
     line = next(i for i, line in enumerate(PLAYS.read_text().splitlines(), 1) if "such tool" in line)
     assert (how, text) == ("failed", f"raised ValueError: no such tool (plays.py:{line})")
     assert caller.play("leaves")[1].startswith("raised SystemExit: 3 (plays.py:")
+    assert caller.play("raises_wordless")[1].startswith("raised _Wordless: (its text raises ValueError) (plays.py:")
+    assert caller.play("returns_code")[1].startswith("returned columns that raise RuntimeError: no names (plays.py:")
 
 
 @pytest.mark.parametrize(
@@ -100,8 +102,13 @@ def test_what_is_raised_is_one_line_with_its_place(caller: Caller) -> None:
         ("generate(3)", "raised TypeError: generate takes a text or chat messages, each with role and content, not a int (plays.py:"),
         ("generate([{'role': 'tool'}])", "raised TypeError: generate takes a text or chat messages"),
         ("generate([{'role': 'tool', 'content': 1j}])", "raised ValueError: messages that JSON cannot hold"),
+        ("generate([{'role': 'tool', 'content': '\\ud800'}])", "raised ValueError: messages that JSON cannot hold: 'utf-8' codec"),
+        ("generate('\\ud800')", "raised ValueError: an observation that is no text: 'utf-8' codec"),
+        ("generate('x' * 2**21)", "raised ValueError: an observation of 2097152 characters; at most 1048576"),
+        ("generate([{'role': 'tool', 'content': 'x' * 2**21}])", "raised ValueError: an observation of 20971"),
         ("generate(max_tokens=0)", "raised ValueError: max_tokens is 0, not a whole number from 1"),
         ("generate(stop=[''])", "raised TypeError: stop is a text or a list of texts, none of them empty"),
+        ("generate(stop='\\ud800')", "raised UnicodeEncodeError: 'utf-8' codec can't encode character"),
         ("generate(colour=1)", "raised TypeError: Player._generate() got an unexpected keyword argument 'colour'"),
     ],
 )
@@ -114,6 +121,12 @@ def test_wrong_calls_are_told_to_the_function(caller: Caller, call: str, text: s
     [
         ("3", "returned a int, not a dict of columns or None"),
         ("{'x': object()}", "returned columns that JSON cannot hold: Object of type object is not JSON serializable"),
+        (
+            "{'x': '\\ud800'}",
+            "returned columns that JSON cannot hold: 'utf-8' codec can't encode character '\\ud800' in position 7: surrogates not allowed",
+        ),
+        ("{'x': nested(100)}", "returned columns that are nested more than 64 deep"),
+        ("{'x': nested(900)}", "returned columns that are nested more than 64 deep"),
         ("{'completions': 1}", "returned a column completions, which reward functions have already"),
     ],
 )
@@ -173,6 +186,11 @@ def test_a_function_that_takes_its_process_down_is_named(hasty: Caller) -> None:
     hasty.start(1, "dies")
     assert hasty.next() == ("restarted", 1, "took its process down (status 7)")
     assert hasty.play("once", 2) == ("returned", {})
+
+
+def test_a_function_that_forks_ends_once(caller: Caller) -> None:
+    ends = [caller.play("forks", number) for number in (70, 71, 72)]
+    assert ends == [("returned", {"process": caller.process._process.pid})] * 3  # type: ignore[union-attr]
 
 
 def test_a_function_that_cannot_be_loaded_is_one_line() -> None:

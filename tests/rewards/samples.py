@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import pickle
+import struct
+import sys
 import time
 
 
@@ -120,3 +123,52 @@ def scaled(prompts, completions, factor):
 def slowly(prompts, completions, **columns):
     time.sleep(0.02 * len(completions))
     return [1.0] * len(completions)
+
+
+def empties(prompts, completions, **columns):
+    scores = [1.0] * len(completions)
+    prompts.clear()
+    return scores
+
+
+def empties_and_returns_none(prompts, completions, **columns):
+    prompts.clear()
+    return []
+
+
+def forks(prompts, completions, **columns):
+    os.fork()
+    return [float(len(completion)) for completion in completions]
+
+
+def scribbles(prompts, completions, **columns):
+    """What a completion evaluates to goes to the pipe before the answer."""
+    for completion in completions:
+        os.write(int(sys.argv[1]), eval(completion, {"framed": lambda data: struct.pack("!i", len(data)) + data, "pickle": pickle}))
+    return [1.0] * len(completions)
+
+
+class _Leaving:
+    def __float__(self):
+        raise SystemExit(3)
+
+
+def returns_code(prompts, completions, **columns):
+    return [_Leaving()] * len(completions)
+
+
+class _Wordless(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def raises_wordless(prompts, completions, **columns):
+    raise _Wordless
+
+
+def raises_half_a_pair(prompts, completions, **columns):
+    raise ValueError("half \ud800")
+
+
+def reads_input(prompts, completions, **columns):
+    return [float(len(sys.stdin.read()))] * len(completions)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from conveyor.config import UserError
 from conveyor.config.sections import Reward
@@ -90,6 +92,11 @@ def test_errors_that_pass_are_waited_for_and_said_once(ask, caplog):
         (PlainTextResponse("x" * 1000, 413), "rewards.r.url: the server refuses: 413: x{300}…"),
         (JSONResponse({"score": [1]}), "rewards.r.url: the answer is no .*scores"),
         (PlainTextResponse("hello"), "rewards.r.url: the answer is no .* but hello"),
+        (Response(b"hello", media_type="text/plain; charset=hex"), "rewards.r.url: the answer is no .* but hello"),
+        (Response(b"hello", headers={"content-encoding": "gzip"}), "rewards.r.url: the answer is no .* but what cannot be decompressed"),
+        (PlainTextResponse("[" * 100_000), r"rewards.r.url: the answer is no .* but \[{300}…"),
+        (PlainTextResponse('{"detail": "\\ud800"}', 400), r"rewards.r.url: the server refuses: 400: \?"),
+        (PlainTextResponse(" " * (2**20 + 129)), "rewards.r.url: the answer is longer than 1048704 bytes"),
         (JSONResponse({"scores": [1.0]}), "reward r: returned 1 scores for 2 samples"),
         (JSONResponse({"scores": 3}), "reward r: row 1 of the data: returned a int"),
     ],
@@ -164,6 +171,55 @@ def test_a_slow_server_is_asked_again(ask):
         reward = UrlReward(Reward(name="r", url=serving.url, timeout=0.2))
         assert reward.score([rollout("a")]).scores == (0.5,)
         reward.close()
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"])
+def test_the_time_limit_is_the_whole_answers(head):
+    """A server that drips, in its head or in its body, does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.is_set():
+                with suppress(OSError):
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.sendall(head)
+                        while not ended.wait(0.05):
+                            connection.sendall(b"H")
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        reward = UrlReward(Reward(name="r", url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.3, outage=0.1))
+        start = time.monotonic()
+        with pytest.raises(RewardError, match=r"no answer for 0.1 s; at last TimeoutError: no whole answer within 0.3 s"):
+            reward.score([rollout("a")])
+        assert time.monotonic() - start < 2
+        reward.close()
+        ended.set()
+        thread.join(5)
+
+
+def test_closing_ends_a_request():
+    """Of a server that takes it and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        reward, ended = UrlReward(Reward(name="r", url=f"http://127.0.0.1:{listening.getsockname()[1]}")), []
+
+        def call() -> None:
+            try:
+                reward.score([rollout("a")])
+            except CallClosed:
+                ended.append(True)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        time.sleep(0.1)
+        reward.close()
+        reward.close()
+        thread.join(5)
+        assert ended == [True]
+        with pytest.raises(CallClosed):
+            reward.score([rollout("a")])
 
 
 def test_closing_ends_the_wait(monkeypatch):

@@ -17,7 +17,7 @@ import torch
 from conveyor.config import RunError, UserError, parse_recipe
 from conveyor.config.sections import Reward
 from conveyor.models.batch import score_of
-from conveyor.rewards import FunctionReward, RewardError, check_columns, load_function
+from conveyor.rewards import FunctionReward, RewardError, check_columns, load_function, process
 from conveyor.rewards.functions import GIVEN, checked_scores
 from conveyor.rewards.process import CallClosed
 from conveyor.rewards.scorer import call_arguments
@@ -196,11 +196,14 @@ def test_a_score_is_a_finite_float32(value, message):
         ("texts", "returned the text 'good' as a score"),
         ("no_list", "returned a dict, not a list of numbers"),
         ("dies", "its process ended with status 7"),
+        ("returns_code", r"returned scores that raise SystemExit: 3 \(samples.py:\d+\)"),
+        ("raises_wordless", r"raised _Wordless: \(its text raises ValueError\) \(samples.py:\d+\)"),
+        ("raises_half_a_pair", r"raised ValueError: half \\ud800 \(samples.py:\d+\)"),
     ],
 )
 def test_a_failing_function_names_the_row(reward, name, message):
     """Case 18: raises → the run says which row."""
-    row = 8 if name in ("texts", "no_list", "dies") else 9  # counted from 1, as lines are
+    row = 9 if name in ("raises", "nan", "huge", "leaves", "leaves_async") else 8  # counted from 1, as lines are
     with pytest.raises(RewardError, match=f"reward r: row {row} of the data: {message}") as caught:
         reward(name).score([rollout("fine", 7), rollout("bad", 8)])
     assert "\n" not in str(caught.value)
@@ -284,6 +287,48 @@ time.sleep(600)
     pytest.fail("the function's process outlived its caller")
 
 
+def test_a_function_may_change_its_lists_but_not_the_count(reward):
+    assert reward("empties").score([rollout("a"), rollout("b", 1)]).scores == (1.0, 1.0)
+    with pytest.raises(RewardError, match="reward r: returned 0 scores for 2 samples"):
+        reward("empties_and_returns_none").score([rollout("a"), rollout("b", 1)])
+
+
+def test_a_function_that_forks_answers_once(reward):
+    forks = reward("forks")
+    for length in (1, 2, 3):
+        assert forks.score([rollout("x" * length)]).scores == (float(length),)
+        time.sleep(0.1)  # a second answer would come
+
+
+def test_standard_input_is_empty(reward):
+    assert reward("reads_input", timeout=5).score([rollout("a")]).scores == (0.0,)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("framed(b'junk')", r"its answer cannot be read \(UnpicklingError\): something else was written to its pipe"),
+        ("framed(b'x' * 9)[:9]", None),
+        ("b'\\0\\1\\0\\0unfinished'", "its process ended with status -9"),
+    ],
+)
+def test_what_else_is_written_to_the_pipe_is_a_failure(reward, monkeypatch, written, message):
+    monkeypatch.setattr(process, "END_TIMEOUT", 0.2)
+    scribbles = reward("scribbles", timeout=1.0)
+    with pytest.raises(RewardError, match=f"reward r: row 3 of the data: {message or ''}"):
+        scribbles.score([rollout(written, 2)])
+    assert scribbles.score([rollout("b''")]).scores == (1.0,), "another process"
+
+
+@pytest.mark.parametrize("answer", [(0, "scores", [9.0]), (1, "scores", 9.0), (1, "well"), "ready", None])
+def test_what_answers_no_call_is_dropped(reward, answer):
+    assert reward("scribbles").score([rollout(f"framed(pickle.dumps({answer!r}))")]).scores == (1.0,)
+
+
+def test_a_time_limit_may_be_months(reward):
+    assert reward("length", timeout=1e7).score([rollout("a")]).scores == (1.0,)
+
+
 def test_a_function_refused_in_its_process_is_a_user_error(reward):
     with pytest.raises(UserError, match="has no missing"):
         reward("missing").start()
@@ -297,6 +342,19 @@ def test_what_a_function_prints_is_in_the_log(tmp_path):
         assert log.read_text() == "judging aye bee\n"
     finally:
         judge.close()
+
+
+def test_the_log_has_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "MOST_LOG", 40)
+    log = tmp_path / "rewards.log"
+    for _ in range(2):  # the second one finds it full
+        judge = FunctionReward(Reward(name="r", function=f"{SAMPLES}:talks"), log)
+        try:
+            for _ in range(3):
+                assert judge.score([rollout("x" * 30)]).scores == (1.0,)
+        finally:
+            judge.close()
+    assert log.read_text() == f"judging {'x' * 30}\n" * 2 + "\nMore than 40 bytes: no more is written here.\n"
 
 
 def test_a_weighted_sum_beyond_float32_names_the_row():

@@ -62,8 +62,10 @@ if __name__ == "__main__":
         "async def wait(): await asyncio.sleep(0)\nasyncio.run(wait())",
         "open('notes', 'w').write('own folder')\nassert open('notes').read() == 'own folder'",
         "import os\nos.remove('notes')",
+        "import socket\none, other = socket.socketpair()\none.sendall(b'x')\nassert other.recv(1) == b'x'",
+        "import fcntl\nassert fcntl.fcntl(0, fcntl.F_GETFL) == 0",
     ]
-    assert sandbox.run(program, tests) == [True] * 4
+    assert sandbox.run(program, tests) == [True] * 6
 
 
 REFUSED = [
@@ -81,6 +83,16 @@ REFUSED = [
     "import os; os.chmod('.', 0)",
     "import os; os.utime('.')",
     "import os; os.truncate('/etc/hostname', 0)",
+    "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+    "import socket; socket.socketpair(type=socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)",
+    "import socket; socket.socketpair(30)",
+    "import socket; socket.socketpair()[0].connect('/tmp/listens')",
+    "import socket; socket.socketpair()[0].bind('mine')",
+    "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "import fcntl, signal; fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)",
+    "import fcntl, struct; fcntl.fcntl(0, 15, struct.pack('ii', 1, 1))",
+    "import fcntl, os, struct; fcntl.ioctl(0, 0x8901, struct.pack('i', os.getppid()))",
+    "import fcntl, os, struct; fcntl.ioctl(0, 0x8902, struct.pack('i', os.getppid()))",
     "import resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
     "import ctypes\nif ctypes.CDLL(None, use_errno=True).prctl(1, 0) and ctypes.get_errno() == 1: raise PermissionError",
     "import ctypes\nif ctypes.CDLL(None, use_errno=True).unshare(0x10000000) and ctypes.get_errno() == 1: raise PermissionError",
@@ -151,7 +163,9 @@ def test_where_the_walls_cannot_be_put_up_nothing_is_run(sandbox, monkeypatch, t
     broken = tmp_path / "confined.py"
     from conveyor.rewards.verifiers import sandbox as module
 
-    broken.write_text(module.CONFINED.read_text().replace("if abi < 1:", "if True:"))
+    broken.write_text(
+        module.CONFINED.read_text().replace("abi = LIBC.syscall(create, None, ctypes.c_size_t(0), ctypes.c_uint32(1))", "abi = 2")
+    )
     monkeypatch.setattr(module, "CONFINED", broken)
     with pytest.raises(SandboxError, match="the sandbox for programs cannot be set up: the kernel has no Landlock"):
         sandbox.run("", ["pass"])
@@ -170,6 +184,29 @@ def test_the_program_ends_with_its_parent():
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nfor _ in range(1200): os.mkdir('a'); os.chdir('a')",
+        "import os\nos.makedirs('a/b/c'); os.mkdir('a/closed', 0)\nopen('a/b/file', 'w').close(); os.symlink('/etc', 'a/b/link')",
+    ],
+)
+def test_whatever_a_program_makes_is_deleted_and_says_nothing_of_it(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Sandbox(30.0, 256).run(program, ["pass"]) == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_deleted_says_nothing_of_the_program(sandbox, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "rmdir", lambda path: os.unlink(path))  # fails
+    assert sandbox.run("", ["pass"]) == [True]
+
+
+def test_months_are_a_time_limit():
+    assert Sandbox(1e7, 256).run("", ["pass"]) == [True]
 
 
 def test_folders_of_callers_that_were_killed_are_swept(tmp_path, monkeypatch):

@@ -88,6 +88,9 @@ def test_requests_that_come_together_share_batches_sorted_by_length(scorer, monk
     [
         (b"{", 422, "the body is not JSON: "),
         (b"[" * 5000, 422, "the body is not JSON: "),
+        (b'{"x": ' + b"[" * 500 + b"]" * 500 + b"}", 422, "the body is nested more than 64 deep"),
+        (b'{"prompts": ["p"], "completions": ["\\ud800"]}', 422, "the body is not JSON: .*surrogates not allowed"),
+        (b'{"prompts": ["p"], "completions": ["a"], "column": ["\\ud800"]}', 422, "the body is not JSON: .*surrogates not allowed"),
         (b"[1]", 422, "the body: Input should be a valid dictionary"),
         ({"completions": ["a"]}, 422, "prompts: Field required"),
         ({"prompts": [], "completions": []}, 422, "prompts: List should have at least 1 item"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from conveyor.config import UserError
 from conveyor.rewards import load_function
 from conveyor.rewards.verifiers import HOMES
+from conveyor.rewards.verifiers.texts import tagged
 
 
 def verifier(name: str, **arguments):
@@ -55,6 +57,23 @@ def test_exact_answer():
     assert tagged(["<answer>3</answer>, no, <answer> Paris </answer>", "Paris"], answer=["paris", "paris"]) == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<a>1</a> <a>2</a>", "2"), ("<a>1</a></a>", "1"), ("an <a> is <a>1</a>", "1"), ("<a>1</a> <a>2", "1"), ("<a></a>", ""),
+        ("</a><a>", None), ("<a>", None), ("</a>", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_last_tag(text, found):
+    assert tagged(text, "a") == found
+
+
+def test_tags_that_do_not_end_cost_no_time():
+    start = time.monotonic()
+    assert tagged("<a>" * 50_000, "a") is None and tagged("<a>1</a>" + "<a>" * 50_000, "a") == "1"
+    assert time.monotonic() - start < 1
+
+
 def test_length_penalty_is_dapos():
     """Limit 10, buffer 4: nothing up to 6 tokens, then a quarter a token."""
     lengths = [1, 6, 7, 8, 10, 50]
@@ -72,6 +91,8 @@ def test_length_penalty_is_dapos():
         ("format", {"tags": "think"}, "tags are names such as think, not 'think'"),
         ("length_penalty", {"limit": 4, "buffer": 5}, "limit, buffer: 4, 5: tokens, 0 ≤ buffer ≤ limit"),
         ("exact_answer", {"ignore_case": "yes"}, "ignore_case: 'yes'"),
+        ("code", {"seconds": float("nan")}, "seconds: nan is not a finite number above 0"),
+        ("code", {"seconds": float("inf")}, "seconds: inf is not a finite number above 0"),
         ("code", {"memory_mib": 1}, "memory_mib: 1 is not a whole number of at least 64"),
     ],
 )

@@ -21,8 +21,8 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_DUMPABLE = 1, 38, 
 # Never for a program: new processes, network, signals to others, other processes' memory and limits, file modes and owners
 # (which Landlock does not guard), what is shared beyond the process, the kernel itself. On x86-64, then on ARM64.
 CALLS = {
-    "x86_64": (0xC000003E, 126, {"clone": 56, "clone3": 435}, (
-        41, 57, 58, 59, 322,                                                                    # socket fork vfork execve execveat
+    "x86_64": (0xC000003E, 126, {"clone": 56, "clone3": 435, "fcntl": 72, "ioctl": 16, "socketpair": 53}, (
+        41, 42, 49, 57, 58, 59, 322,                                                            # socket connect bind fork vfork execve*
         62, 200, 234, 129, 297, 424, 434,                                                       # kill tkill tgkill *sigqueueinfo pidfd_*
         101, 310, 311, 440, 302, 160, 141, 142, 144, 314, 251, 203, 256, 279,                   # ptrace process_vm_* prlimit scheduling
         76, 90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 133, 259,                    # truncate chmod* chown* utime* mknod*
@@ -31,8 +31,8 @@ CALLS = {
         155, 161, 163, 165, 166, 167, 169, 175, 313, 246, 320, 272, 308, 428, 429, 430, 442,    # mounts, reboot, modules, namespaces
         298, 300, 304, 321, 323, 425, 426, 427, 135, 172, 173, 103, 157,                       # perf, bpf, io_uring and such
     )),
-    "aarch64": (0xC00000B7, 91, {"clone": 220, "clone3": 435}, (
-        198, 221, 281,
+    "aarch64": (0xC00000B7, 91, {"clone": 220, "clone3": 435, "fcntl": 25, "ioctl": 29, "socketpair": 199}, (
+        198, 203, 200, 221, 281,
         129, 130, 131, 138, 240, 424, 434,
         117, 270, 271, 440, 261, 164, 140, 118, 119, 274, 30, 122, 238, 239,
         45, 52, 53, 452, 54, 55, 88, 33,
@@ -42,7 +42,7 @@ CALLS = {
         241, 262, 265, 280, 282, 425, 426, 427, 92, 116, 167,
     )),
 }  # fmt: skip
-"""Machine → (its number for seccomp, the number of capset, how processes and threads are made, what is refused)."""
+"""Machine → (its number for seccomp, the number of capset, calls that depend on their arguments, what is refused)."""
 
 
 class Missing(Exception):
@@ -82,7 +82,7 @@ def confine(job: dict) -> None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in CALLS:
         raise Missing(f"it needs Linux on {' or '.join(CALLS)}, this is {sys.platform} on {machine}")
-    audit, capset, making, refused = CALLS[machine]
+    audit, capset, looked_into, refused = CALLS[machine]
     check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     if os.getppid() != job["parent"]:
         raise Missing("its parent has ended")
@@ -90,7 +90,7 @@ def confine(job: dict) -> None:
     restrict_files(job["folder"])
     drop_capabilities(capset)
     limits(job)
-    filter_calls(audit, making, refused)
+    filter_calls(audit, looked_into, refused)
 
 
 def limits(job: dict) -> None:
@@ -109,9 +109,9 @@ def restrict_files(folder: str) -> None:
     """Landlock: Python's own files and libraries may be read, `folder` read and written, nothing else be opened."""
     create, add, restrict = 444, 445, 446
     abi = LIBC.syscall(create, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    if abi < 1:
-        raise Missing("the kernel has no Landlock (Linux 5.13 and later, unless it is switched off)")
-    rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    if abi < 3:  # before, whatever may be read could be cut to nothing
+        raise Missing("the kernel has no Landlock that guards files from being cut (Linux 6.2 and later, unless it is switched off)")
+    rights = (1 << (15 if abi < 5 else 16)) - 1
     read = 0b1100  # read files, list folders
     network = struct.pack("=Q", 0b11) if abi >= 4 else b""
     scopes = struct.pack("=Q", 0b11) if abi >= 6 else b""
@@ -138,23 +138,30 @@ def drop_capabilities(capset: int) -> None:
     check(LIBC.syscall(capset, version, struct.pack("=6I", 0, 0, 0, 0, 0, 0)), "capset")
 
 
-def filter_calls(audit: int, making: dict, refused: tuple) -> None:
+def filter_calls(audit: int, looked_into: dict, refused: tuple) -> None:
     """seccomp: the calls in `refused` fail with EPERM; `clone` makes threads only; of `clone3` the kernel is said to know nothing,
-    so that libc takes `clone`, whose flags a filter can see."""
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    so that libc takes `clone`, whose flags a filter can see. Nobody is made the owner of a file, which has signals sent to it, and
+    socket pairs are streams: what goes into another one may be addressed to any socket of the machine."""
+    load, equal, at_least, any_bit, mask, answer = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
-    number, machine, first_argument, thread = 0, 4, 16, 0x00010000
+    number, machine, first, second, thread = 0, 4, 16, 24, 0x00010000
+    either = [(answer, 0, 0, fail | errno.EPERM), (answer, 0, 0, allow)]
+    arguments = {
+        "clone": [(load, 0, 0, first), (any_bit, 1, 0, thread), *either],
+        "fcntl": [(load, 0, 0, second), (equal, 2, 0, 8), (equal, 1, 0, 10), (equal, 0, 1, 15), *either],  # F_SETOWN F_SETSIG F_SETOWN_EX
+        "ioctl": [(load, 0, 0, second), (equal, 1, 0, 0x8901), (equal, 0, 1, 0x8902), *either],  # FIOSETOWN SIOCSPGRP
+        "socketpair": [(load, 0, 0, first), (equal, 0, 3, 1), (load, 0, 0, second), (mask, 0, 0, 0xF), (equal, 1, 0, 1), *either],
+    }  # AF_UNIX and SOCK_STREAM are 1
     program = [
         (load, 0, 0, machine), (equal, 1, 0, audit), (answer, 0, 0, kill),
         (load, 0, 0, number), (at_least, 0, 1, 0x40000000), (answer, 0, 0, kill),  # the x32 numbers of the same calls
-        (equal, 0, 1, making["clone3"]), (answer, 0, 0, fail | errno.ENOSYS),
+        (equal, 0, 1, looked_into["clone3"]), (answer, 0, 0, fail | errno.ENOSYS),
     ]  # fmt: skip
     for call in refused:
         program += [(equal, 0, 1, call), (answer, 0, 0, fail | errno.EPERM)]
-    program += [
-        (equal, 1, 0, making["clone"]), (answer, 0, 0, allow),
-        (load, 0, 0, first_argument), (any_bit, 1, 0, thread), (answer, 0, 0, fail | errno.EPERM), (answer, 0, 0, allow),
-    ]  # fmt: skip
+    for name, lines in arguments.items():
+        program += [(equal, 0, len(lines), looked_into[name]), *lines]
+    program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     given = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
     check(LIBC.prctl(PR_SET_SECCOMP, 2, given, 0, 0), "seccomp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -55,8 +56,8 @@ def _score(sandbox: Sandbox, program: str, tests: Sequence[str] | str | None, pa
 
 def _check(seconds: Any = 5.0, memory_mib: Any = 512, partial: Any = True, **_: Any) -> None:
     """At load, with a program that must pass: a machine whose kernel cannot hold one in must not run any."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
-        raise ValueError(f"seconds: {seconds!r} is not a number above 0")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"seconds: {seconds!r} is not a finite number above 0")
     if isinstance(memory_mib, bool) or not isinstance(memory_mib, int) or memory_mib < 64:
         raise ValueError(f"memory_mib: {memory_mib!r} is not a whole number of at least 64")
     if not isinstance(partial, bool):

@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +33,8 @@ START_SECONDS = 30.0
 FOLDERS = "conveyor-sandbox-"
 OLD_SECONDS = 60.0
 """A younger folder may be one whose caller has not locked it yet."""
+LONGEST_WAIT = 20 * 86400.0
+"""Seconds; poll takes milliseconds that fit 31 bits."""
 MOST_REPORT = 2**20
 """Bytes read from a program that writes where the marks go."""
 
@@ -47,10 +48,10 @@ class Sandbox:
 
     def __init__(self, seconds: float, memory_mib: int) -> None:
         """Args:
-        seconds: of wall clock, for a program with all its tests.
+        seconds: of wall clock, for a program with all its tests; 20 days at most.
         memory_mib: address space.
         """
-        self._seconds, self._memory_mib = seconds, memory_mib
+        self._seconds, self._memory_mib = min(seconds, LONGEST_WAIT), memory_mib
 
     def run(self, program: str, tests: list[str]) -> list[bool]:
         """Which tests pass: run after the program, one after the other in the same process. A program that raises passes none,
@@ -93,13 +94,38 @@ class Sandbox:
 @contextmanager
 def _own_folder() -> Iterator[str]:
     """A folder that is deleted afterwards, and locked until then."""
-    with tempfile.TemporaryDirectory(prefix=FOLDERS) as folder:
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
-        finally:
-            os.close(lock)
+    folder = tempfile.mkdtemp(prefix=FOLDERS)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        _delete(folder)
+        os.close(lock)
+
+
+def _delete(folder: str) -> None:
+    """Delete a folder however deep a program has made it, and whatever modes its folders have. Where that fails, what is left stays
+    for `sweep`: it says nothing about the program.
+
+    Folders are moved to the top before they are emptied, so that no path grows long and nothing recurs.
+    """
+    with suppress(OSError):
+        full = [folder]
+        while full:
+            path = full.pop()
+            os.chmod(path, 0o700)
+            with os.scandir(path) as entries:
+                for entry in list(entries):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    os.chmod(entry.path, 0o700)  # or it could not be moved
+                    full.append(os.path.join(folder, secrets.token_hex(16)))
+                    os.rename(entry.path, full[-1])
+            if path != folder:
+                os.rmdir(path)
+        os.rmdir(folder)
 
 
 def sweep() -> None:
@@ -110,7 +136,7 @@ def sweep() -> None:
             try:
                 if time.time() - os.fstat(lock).st_mtime > OLD_SECONDS:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its caller lives
-                    shutil.rmtree(folder)
+                    _delete(str(folder))
             finally:
                 os.close(lock)
 

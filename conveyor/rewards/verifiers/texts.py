@@ -29,7 +29,7 @@ def format(prompts: Sequence[Any], completions: Sequence[Any], tags: Sequence[st
     whole = re.compile(r"\s*".join(["", *(f"<{tag}>.*?</{tag}>" for tag in tags), ""]), re.DOTALL)
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     texts = map(text_of, completions)
-    return [float(whole.fullmatch(text) is not None and all(text.count(mark) == 1 for mark in marks)) for text in texts]
+    return [float(all(text.count(mark) == 1 for mark in marks) and whole.fullmatch(text) is not None) for text in texts]
 
 
 def exact_answer(
@@ -74,8 +74,11 @@ def length_penalty(
 
 def tagged(text: str, tag: str) -> str | None:
     """What stands in the last `<tag>…</tag>`; None: there is none."""
-    found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return found[-1] if found else None
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = text.rfind(opening, 0, max(text.rfind(closing), 0))
+    if start < 0:
+        return None
+    return text[start + len(opening) : text.index(closing, start)]
 
 
 def _compiled(pattern: Any = None, match: Any = "search") -> re.Pattern[str]:
