@@ -1,4 +1,4 @@
-"""A second try at the quickstart's task: who is wrong is asked again. Rows need an `answer` column; recipes/tiny/multi_turn.yaml uses it."""
+"""A second try at the quickstart's task: who is wrong is asked again. Rows need an `answer` column. See recipes/tiny/multi_turn.yaml."""
 
 
 async def rollout(prompt, generate, answer):
