@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", help="whose evaluate, rewards, rollout and data sections say how")
     parser.add_argument("--data", help="held-out prompts, instead of the recipe's evaluate.path")
     parser.add_argument("--reward", action="append", default=[], help="reward function, instead of the recipe's rewards; may be repeated")
-    parser.add_argument("--output-dir", default="runs/evaluate", help="for evaluation.json and samples.jsonl; default: %(default)s")
+    parser.add_argument("--output-dir", default="runs/evaluate", help="for evaluation.json and held_out_samples.jsonl; default: %(default)s")
 
 
 def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -111,7 +111,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (base("reinforce", rewards=[]), "rewards: reinforce needs at least one"),
     (
         base("grpo", algorithm={"policy_loss": "dpo", "kl_coef": 0}),
-        "algorithm.policy_loss: dpo and advantage_estimator best_worst go together",
+        "algorithm.advantage_estimator: dpo and advantage_estimator best_worst go together",
     ),
     (
         base("online_dpo", algorithm={"policy_loss": "ppo_clip"}),
