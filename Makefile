@@ -16,7 +16,7 @@ help:
 	@echo "make test        all tests"
 	@echo "make test-fast   the tests that need neither Ray nor vLLM"
 	@echo "make bench       measure speed against what is to be reached (about 20 minutes; leave the machine alone meanwhile)"
-	@echo "make learn       six methods learn the quickstart's task, three seeds each (about 25 minutes; runs quickstart first if need be)"
+	@echo "make learn       six methods learn the quickstart's task, three seeds each (half an hour; runs quickstart first if need be)"
 	@echo "make lint        ruff and mypy"
 	@echo "make smollm2     two GRPO steps of SmolLM2-135M on a CPU"
 

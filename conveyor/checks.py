@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
@@ -73,6 +74,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     functions = _reward_functions(recipe)
     _check_tokens(recipe)
     _check_attention(recipe)
+    _check_heads(recipe)
     _check_lengths(recipe)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     return functions
@@ -96,6 +98,26 @@ def _reward_functions(recipe: OnlineRecipe) -> Functions:
         for reward in recipe.rewards
         if reward.function is not None and (key := f"rewards.{reward.name}.function")
     }
+
+
+def _check_heads(recipe: OnlineRecipe) -> None:
+    """Models that are to score have a score layer; of folders with safetensors, others tell when they are loaded."""
+    scoring = {f"rewards.{reward.name}.model": reward.model for reward in recipe.model_rewards}
+    if recipe.critic is not None:
+        scoring["critic.path"] = recipe.critic.path
+    for key, path in scoring.items():
+        files = list(Path(str(path)).expanduser().glob("*.safetensors"))
+        names = [name for file in files for name in _tensor_names(file)]
+        if names and not any(name.startswith("score.") for name in names):
+            raise UserError(f"{key}: {path} has no score layer, so its scores would be random; train a reward model from it first")
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError):  # said when it is loaded
+        return []
 
 
 def _check_tokens(recipe: OnlineRecipe) -> None:

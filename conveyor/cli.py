@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"conveyor: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader of our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("conveyor: interrupted", file=sys.stderr)
         return 130

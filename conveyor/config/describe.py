@@ -32,16 +32,19 @@ def keys(method: str) -> list[Key]:
     return list(_walk(model, "", METHOD_DEFAULTS.get(method, {})))
 
 
-def _walk(model: type[BaseModel], prefix: str, defaults: dict[str, Any]) -> Iterator[Key]:
+def _walk(model: type[BaseModel], prefix: str, defaults: dict[str, Any], optional: bool = False) -> Iterator[Key]:
+    """optional: the section may be left out."""
     for name, field in model.model_fields.items():
         key, inner = f"{prefix}{name}", _section(field.annotation)
         over = defaults.get(name, PydanticUndefined)
         if inner is None:
-            yield Key(key, _type(field.annotation), _default(field, over), field.description or "")
+            default = _default(field, over)
+            told = f"{default} in this section, which may be left out" if optional and default == "required" else default
+            yield Key(key, _type(field.annotation), told, field.description or "")
         elif get_origin(field.annotation) is tuple:
             yield from _walk(inner, f"{key}.0.", {})
         else:
-            yield from _walk(inner, f"{key}.", over if isinstance(over, dict) else {})
+            yield from _walk(inner, f"{key}.", over if isinstance(over, dict) else {}, optional or field.default is None)
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

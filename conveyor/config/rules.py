@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from conveyor.config import sections
 from conveyor.config.recipe import GROUP_ESTIMATORS, RETURN_ESTIMATORS, OnlineRecipe
 
 Broken = Iterator[tuple[str, str]]
@@ -17,7 +18,7 @@ TAKEN = (
 
 def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
     """(key, reason) for every rule between sections that the recipe breaks."""
-    of = (_method, _rollout, _sizes, _estimator, _loss, _kl, _streaming, _dynamic_sampling, _rewards, _multi_turn, _placement, _evaluate)
+    of = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _rewards, _multi_turn, _placement, _evaluate)
     return [broken for rules in of for broken in rules(recipe)]
 
 
@@ -44,6 +45,8 @@ def _method(recipe: OnlineRecipe) -> Broken:
         yield "train.critic_warmup_steps", f"the actor would not be trained in any of the {recipe.train.steps} steps"
     if recipe.train.offload_optimizer and recipe.train.zero_stage == 0:
         yield "train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"
+    if recipe.train.micro_batch_size != sections.Train().micro_batch_size:
+        yield "train.micro_batch_size", f"is of offline methods; of {recipe.method} it is pipeline.micro_batch_size"
     if recipe.data.eval_path is not None:
         yield "data.eval_path", f"{recipe.method} evaluates by sampling: name the held-out prompts in evaluate.path"
 

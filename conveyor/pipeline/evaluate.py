@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", help="whose evaluate, rewards, rollout and data sections say how")
     parser.add_argument("--data", help="held-out prompts, instead of the recipe's evaluate.path")
     parser.add_argument("--reward", action="append", default=[], help="reward function, instead of the recipe's rewards; may be repeated")
-    parser.add_argument("--output-dir", default="runs/evaluate", help="for evaluation.json and held_out_samples.jsonl; default: %(default)s")
+    parser.add_argument("--output-dir", help="for evaluation.json and held_out_samples.jsonl; default: runs/evaluate/ and MODEL's name")
 
 
 def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     recipe = evaluation_recipe(known, overrides)
-    _check_folder(Path(known.output_dir))
+    _check_folder(Path(recipe.output_dir))
     prompts = check_held_out(recipe)
     sizes = devices_per_worker(recipe)
     with Placement.create(planned_devices(recipe), recipe.ray, telemetry=recipe.telemetry, devices_per_worker=sizes) as placement:
@@ -53,6 +53,9 @@ def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     text = json.dumps({"model": recipe.model.path, **line}, indent=2) + "\n"
     (folder.path / "evaluation.json").write_text(text, encoding="utf-8")
     Console().print(table(recipe.model.path, ["", "value"], [[name, value] for name, value in line.items()]))
+    section = recipe.evaluate
+    assert section is not None
+    print(f"right: {section.success_reward or 'the weighted reward'} ≥ {section.success_threshold:g} (evaluate.success_threshold)")
     print(f"{folder.path}/evaluation.json, {folder.held_out_samples}")
     return 0
 
@@ -91,7 +94,8 @@ def evaluation_recipe(known: argparse.Namespace, overrides: dict[str, str]) -> O
         if key.partition(".")[0] not in (*KEPT, "model"):
             raise UserError(f"--{key}: an evaluation has no such key; sections: model, {', '.join(KEPT)}")
         set_key(raw, key, text)
-    return _for_evaluation(raw, known.output_dir)
+    name = "_".join(Path(known.model).parts[-2:]).strip("/.") or "model"
+    return _for_evaluation(raw, known.output_dir or f"runs/evaluate/{name}")
 
 
 def _source(known: argparse.Namespace) -> dict[str, Any]:
@@ -102,10 +106,11 @@ def _source(known: argparse.Namespace) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     if known.recipe or source.is_file():
         given = load_recipe(source)
-        if not isinstance(given, OnlineRecipe):
-            raise UserError(f"{source}: method {given.method} does not sample; name the held-out prompts with --data and --reward")
-        dumped = given.model_dump(mode="json", exclude_none=True)
-        raw = {key: dumped[key] for key in (*KEPT, "model") if key in dumped}
+        if isinstance(given, OnlineRecipe):
+            dumped = given.model_dump(mode="json", exclude_none=True)
+            raw = {key: dumped[key] for key in (*KEPT, "model") if key in dumped}
+        elif not known.data or not known.reward:
+            raise UserError(f"{source}: method {given.method} does not sample; name prompts and a reward with --data and --reward")
     elif not known.data or not known.reward:
         raise UserError("evaluate: name a recipe with --recipe, or prompts and a reward with --data and --reward")
     raw["model"] = {**raw.get("model", {}), "path": model}
@@ -114,11 +119,17 @@ def _source(known: argparse.Namespace) -> dict[str, Any]:
         raw["evaluate"] = raw.get("evaluate", {}) | {"path": known.data}
         raw.setdefault("data", {"path": known.data})
     if known.reward:
-        raw["rewards"] = [{"name": _name(function), "function": function} for function in known.reward]
+        short = [_name(function) for function in known.reward]
+        # Of two functions with one name the files tell them apart.
+        files = [Path(function.rpartition(":")[0]).stem for function in known.reward]
+        names = [name if short.count(name) == 1 else f"{file}_{name}" for name, file in zip(short, files, strict=True)]
+        raw["rewards"] = [{"name": name, "function": function} for name, function in zip(names, known.reward, strict=True)]
         raw.get("evaluate", {}).pop("success_reward", None)
     if "evaluate" not in raw:
         raise UserError(f"{source}: has no evaluate section; name the held-out prompts with --data")
-    if not source.is_file():
+    if not raw.get("rewards"):
+        raise UserError(f"{source}: has no rewards to judge answers by; name one with --reward")
+    if "rollout" not in raw:
         _fit_lengths(raw, model)
     return raw
 
@@ -136,13 +147,13 @@ def _for_evaluation(raw: dict[str, Any], output_dir: str) -> OnlineRecipe:
     given = raw.get("rollout")
     slots = given.get("max_concurrent_requests", 64) if isinstance(given, dict) else 64
     if type(slots) is int and (given is None or isinstance(given, dict)):  # a prompt's samples are to fit; other values are refused below
-        raw = {**raw, "rollout": {**(given or {}), "max_concurrent_requests": max(slots, 2**20)}}
+        raw = {**raw, "rollout": {**(given or {}), "max_concurrent_requests": max(slots, 2**20), "dynamic_sampling": False}}
     common = {"method": "reinforce", "output_dir": output_dir, "overwrite": True, "algorithm": {"kl_coef": 0.0}}
     bare = _parsed({**raw, **common, "devices": None, "roles": {}})
     assert bare.evaluate is not None
     asked = bare.model_dump(mode="json")
     wanted = bare.evaluate.n_samples_per_prompt + bare.evaluate.greedy
-    asked["rollout"] |= {"n_samples_per_prompt": 1, "dynamic_sampling": False, "max_concurrent_requests": max(slots, wanted)}
+    asked["rollout"] |= {"n_samples_per_prompt": 1, "max_concurrent_requests": max(slots, wanted)}
     asked["evaluate"]["in_bubbles"] = None
     for reward in asked["rewards"]:
         reward["normalize"] = "none"

@@ -67,7 +67,7 @@ def _check_arguments(function: Callable[..., Any], named: str, arguments: Mappin
     if (check := getattr(function, "check_arguments", None)) is not None:
         try:
             check(**arguments)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(f"{named}: {error}") from None
 
 

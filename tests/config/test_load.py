@@ -119,6 +119,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (base("grpo", train={"critic_warmup_steps": 1}), "train.critic_warmup_steps: group_norm has no critic"),
     (base("grpo", critic={"path": "c"}), "critic: group_norm has no critic"),
+    (base("grpo", train={"micro_batch_size": 4}), "train.micro_batch_size: is of offline methods; of grpo it is pipeline.micro_batch_size"),
+    (
+        base("dapo", FUNCTION, rollout={"n_samples_per_prompt": 1}, train={"train_batch_size": 64}),
+        "rollout.n_samples_per_prompt: group_norm compares",
+    ),
     (
         base("ppo", train={"critic_warmup_steps": 3, "steps": 3}),
         "train.critic_warmup_steps: the actor would not be trained in any of the 3 steps",

@@ -56,6 +56,27 @@ def test_a_run_is_evaluated_by_its_own_recipe(model: Path, recipe: Path, tmp_pat
     assert made(run).model.path == str(run / "model")
 
 
+RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "tiny").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_every_recipe_can_be_evaluated(model: Path, file: Path) -> None:
+    given = load_recipe(file)
+    if not getattr(given, "rewards", ()):
+        with pytest.raises(UserError, match=r"name (one|prompts and a reward) with"):
+            made(model, "--recipe", str(file), "--data", "held_out.jsonl")
+    found = made(model, "--recipe", str(file), "--data", "held_out.jsonl", "--reward", "a.py:right")
+    assert found.rewards[0].name == "right" and found.role_group("actor") == found.role_group("rollout")
+    if getattr(given, "rewards", ()):
+        kept = made(model, "--recipe", str(file), "--data", "held_out.jsonl")
+        assert [reward.name for reward in kept.rewards] == [reward.name for reward in given.rewards]  # type: ignore[union-attr]
+
+
+def test_functions_of_one_name_are_told_apart_by_their_files(model: Path) -> None:
+    found = made(model, "--data", "x", "--reward", "a.py:reward", "--reward", "sub/b.py:reward")
+    assert [reward.name for reward in found.rewards] == ["a_reward", "b_reward"]
+
+
 def test_prompts_and_a_reward_are_enough(model: Path, tmp_path: Path) -> None:
     found = made(model, "--data", "held_out.jsonl", "--reward", "a.py:right", "--reward", "b.py:style")
     assert [(reward.name, reward.function) for reward in found.rewards] == [("right", "a.py:right"), ("style", "b.py:style")]
@@ -93,6 +114,7 @@ def test_nothing_to_evaluate_is_said(model: Path, tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text("method: sft\noutput_dir: o\nmodel: {path: m}\ndata: {path: d}\n")
     with pytest.raises(UserError, match="method sft does not sample"):
         made(model, "--recipe", str(tmp_path / "sft.yaml"))
+    assert made(model, "--recipe", str(tmp_path / "sft.yaml"), "--data", "x", "--reward", "a.py:f").evaluate.path == "x"
 
 
 def test_a_training_run_is_never_replaced(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch, name, p
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"conveyor.rewards.verifiers.{HOMES[name]}", raising=False)
     with pytest.raises(
-        UserError, match=rf"rewards.r.function: the verifier {name} needs the package {package}\S*: pip install 'conveyor\[verifiers\]'"
+        UserError, match=rf"rewards.r.function: the verifier {name} needs the package {package}\S*: pip install -e '\.\[verifiers\]'"
     ):
         verifier(name)
 
@@ -182,3 +182,16 @@ from conveyor.rewards import verifiers
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("regex", {"patern": "a"}), ("regex", {"pattern": "a", "mode": "full"}), ("format", {"tag": ["a", "b"]}),
+        ("length_penalty", {"limit": 12, "bufer": 3}), ("exact_answer", {"tags": "answer"}), ("math_verify", {"tolerance": 1}),
+        ("sentiment", {"x": 1}), ("code", {"second": 1}), ("reasoning_gym", {"datset": "chain_sum"}),
+    ],
+)  # fmt: skip
+def test_a_misspelt_argument_is_refused(name, arguments):
+    with pytest.raises(UserError, match="takes no argument"):
+        load_function(f"conveyor.rewards.verifiers:{name}", "rewards.r.function", arguments)

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"{__name__}.{HOMES[name]}")
     except ModuleNotFoundError as error:
-        raise UserError(f"the verifier {name} needs the package {error.name}: pip install 'conveyor[verifiers]'") from error
+        raise UserError(f"the verifier {name} needs the package {error.name}: pip install -e '.[verifiers]'") from error
     return getattr(module, name)
 
 

@@ -21,7 +21,6 @@ def reasoning_gym(
     metadata: Sequence[Any] | None = None,
     dataset: str | Sequence[str] | None = None,
     tag: str | None = "answer",
-    **columns: Any,
 ) -> list[float]:
     """The task's own score of what stands in the last `<answer>…</answer>`, or of the whole completion where there is no such tag.
 

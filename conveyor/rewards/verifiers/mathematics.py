@@ -20,7 +20,7 @@ DELIMITERS = ("$", "\\(", "\\[", "\\boxed", "\\begin")
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def math_verify(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def math_verify(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """1 where the completion's last answer (LaTeX, or a plain number) equals the row's `answer` as math-verify sees it, else 0.
 
     None where the row has no answer, or one that math-verify cannot read.

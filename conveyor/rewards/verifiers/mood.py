@@ -11,7 +11,7 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 from conveyor.rewards.functions import text_of
 
 
-def sentiment(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+def sentiment(prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
     """VADER's compound score of each completion: −1 most negative … 1 most positive."""
     return [_analyzer().polarity_scores(text_of(completion))["compound"] for completion in completions]
 

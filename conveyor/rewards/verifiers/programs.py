@@ -20,7 +20,6 @@ def code(
     seconds: float = 5.0,
     memory_mib: int = 512,
     partial: bool = True,
-    **columns: Any,
 ) -> list[float | None]:
     """The share of the row's tests that the completion's last fenced Python block passes (the whole completion without one).
 

@@ -9,7 +9,7 @@ from typing import Any
 from conveyor.rewards.functions import text_of
 
 
-def regex(prompts: Sequence[Any], completions: Sequence[Any], pattern: str, match: str = "search", **columns: Any) -> list[float]:
+def regex(prompts: Sequence[Any], completions: Sequence[Any], pattern: str, match: str = "search") -> list[float]:
     """1 where the completion has the pattern, else 0. A dot matches line ends, too.
 
     Args:
@@ -23,7 +23,7 @@ def regex(prompts: Sequence[Any], completions: Sequence[Any], pattern: str, matc
     return [float(find(text_of(completion)) is not None) for completion in completions]
 
 
-def format(prompts: Sequence[Any], completions: Sequence[Any], tags: Sequence[str] = ("think", "answer"), **columns: Any) -> list[float]:
+def format(prompts: Sequence[Any], completions: Sequence[Any], tags: Sequence[str] = ("think", "answer")) -> list[float]:
     """1 where the completion is `<think>…</think> <answer>…</answer>`: each tag once, in their order, nothing but space around."""
     _check_tags(tags)
     whole = re.compile(r"\s*".join(["", *(f"<{tag}>.*?</{tag}>" for tag in tags), ""]), re.DOTALL)
@@ -38,7 +38,6 @@ def exact_answer(
     answer: Sequence[Any],
     tag: str | None = None,
     ignore_case: bool = False,
-    **columns: Any,
 ) -> list[float | None]:
     """1 where the completion is the row's `answer`, space around them aside, else 0; None where the row has none.
 
@@ -59,7 +58,7 @@ def exact_answer(
 
 
 def length_penalty(
-    prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], limit: int, buffer: int = 0, **columns: Any
+    prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], limit: int, buffer: int = 0
 ) -> list[float]:
     """0 up to limit − buffer tokens, then falling linearly to −1 at the limit, and −1 beyond: DAPO's soft penalty
     (Yu et al. 2025, eq. 13). Without a buffer: −1 from one token over the limit on.
