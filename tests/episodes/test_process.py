@@ -16,6 +16,8 @@ from conveyor.config.sections import MultiTurn
 from conveyor.episodes import Turn, process
 from conveyor.episodes.process import EpisodeProcess
 
+pytestmark = pytest.mark.slow
+
 PLAYS = Path(__file__).with_name("plays.py")
 
 

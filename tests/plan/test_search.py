@@ -19,6 +19,8 @@ from conveyor.plan.search import Found, search
 from tests.plan.recipes import raw, recipe
 from tests.plan.test_fit import write_run
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Roofline(Shapes(NAMED["1b"], NAMED["1b"]), GPUS["h100"])
 WORKLOAD = Workload.draw("lognormal:mean=300,sigma=0.8,cap=1024", 32 * simulated_steps(4), 1, prompt=100)
 

@@ -17,6 +17,8 @@ from conveyor.report.progress import MetricsLog
 from conveyor.report.timeline import step_windows
 from tests.report.steps import STREAMED, event
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path):

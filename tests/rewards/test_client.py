@@ -22,6 +22,8 @@ from conveyor.rewards.scorer import RewardError
 from tests.rewards.rollouts import rollout
 from tests.rewards.serving import Serving
 
+pytestmark = pytest.mark.slow
+
 
 class Script:
     """An app that answers as told, one after the other, and then with the completions' lengths; keeps what it was asked."""
