@@ -156,7 +156,8 @@ def _for_evaluation(raw: dict[str, Any], output_dir: str) -> OnlineRecipe:
     asked["rollout"] |= {"n_samples_per_prompt": 1, "max_concurrent_requests": max(slots, wanted)}
     asked["evaluate"]["in_bubbles"] = None
     for reward in asked["rewards"]:
-        reward["normalize"] = "none"
+        if reward["normalize"] != "none":  # scales are the training's, and so is a clip of what they scale
+            reward |= {"normalize": "none", "clip": None}
     roles, devices = raw.get("roles") or {}, raw.get("devices")
     if isinstance(roles, dict):
         rollout = roles.get("rollout", "rollout")

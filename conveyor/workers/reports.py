@@ -93,10 +93,6 @@ class EvaluationAborted:
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
     span: Span
-    timeouts: int = 0
-    """Samples whose reward function ran out of time."""
-    errors: int = 0
-    """Samples whose reward function raised, where the recipe says skip."""
 
 
 @dataclass(frozen=True, slots=True)

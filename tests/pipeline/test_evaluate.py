@@ -23,7 +23,8 @@ def recipe(model: Path, tmp_path: Path) -> Path:
     """A training's recipe, with much that an evaluation has no use for."""
     raw = {
         "method": "ppo", "output_dir": str(tmp_path / "run"), "model": {"path": "elsewhere"}, "data": {"path": "prompts.jsonl"},
-        "rewards": [{"name": "judge", "model": "judges", "normalize": "running"}, {"name": "exact", "function": "exact_answer.py:reward"}],
+        "rewards": [{"name": "judge", "model": "judges", "normalize": "running", "clip": 1},
+                    {"name": "exact", "function": "exact_answer.py:reward"}],
         "evaluate": {"path": "held_out.jsonl", "success_reward": "exact", "greedy": True},
         "rollout": {"max_response_length": 8, "max_concurrent_requests": 2}, "train": {"rollout_batch_size": 8},
         "devices": {"rollout": 1, "train": 1, "judging": 1}, "roles": {"score": "train", "judge": "judging"},
@@ -42,7 +43,7 @@ def test_a_recipe_keeps_what_says_how_to_evaluate(model: Path, recipe: Path) -> 
     found = made(model, "--recipe", str(recipe), evaluate__n_samples_per_prompt="4", evaluate__pass_at="[1, 4]")
     assert found.model.path == str(model) and found.evaluate.path == "held_out.jsonl" and found.evaluate.pass_at == (1, 4)
     assert [reward.name for reward in found.rewards] == ["judge", "exact"]
-    assert all(reward.normalize == "none" for reward in found.rewards), "scales are the training's"
+    assert all(reward.normalize == "none" and reward.clip is None for reward in found.rewards), "scales are the training's"
     assert found.devices == {"rollout": 1, "judging": 1} and found.role_group("judge") == "judging"
     assert found.rollout.max_concurrent_requests == 5, "room for the samples of a prompt and its greedy answer"
     assert not found.uses_reference and not found.uses_critic
