@@ -54,16 +54,24 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
     return order
 
 
-def check_held_out(recipe: OnlineRecipe) -> list[Prompt]:
-    """What an evaluation without training needs; returns its prompts.
+def check_held_out(recipe: OnlineRecipe, template: str | None = None) -> list[Prompt]:
+    """What an evaluation without training needs; returns its prompts, under a condition if there is a `template`.
 
     Raises:
         UserError: the first thing that is wrong.
     """
     functions = _check_settings(recipe)
-    held_out = load_held_out(recipe)
+    held_out = load_held_out(recipe, template=template)
     _check_columns(recipe, functions, held_out, ", for evaluate.path")
     return held_out
+
+
+def check_sampling(recipe: OnlineRecipe, template: str | None = None) -> list[Prompt]:
+    """The same for the prompts of `data.path`; rewards may be missing."""
+    functions = _check_settings(recipe)
+    prompts = load_prompts(recipe.data, load_tokenizer(recipe.model), template=template)
+    _check_columns(recipe, functions, prompts)
+    return prompts
 
 
 def _check_settings(recipe: OnlineRecipe) -> Functions:
@@ -133,11 +141,14 @@ def _check_teacher(recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         raise UserError(f"reference.path: the teacher {recipe.reference.path} has another vocabulary than {recipe.model.path}")
 
 
-def load_held_out(recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Prompt]:
+def load_held_out(
+    recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase | None = None, template: str | None = None
+) -> list[Prompt]:
     """The prompts of `evaluate`; their indices are negative, so that no group of the run is taken for one of them."""
     if recipe.evaluate is None:
         return []
-    prompts = load_prompts(recipe.data, tokenizer or load_tokenizer(recipe.model), path=recipe.evaluate.path, key="evaluate.path")
+    tokenizer, source = tokenizer or load_tokenizer(recipe.model), recipe.evaluate.path
+    prompts = load_prompts(recipe.data, tokenizer, path=source, key="evaluate.path", template=template)
     return [replace(prompt, index=-1 - i) for i, prompt in enumerate(prompts[: recipe.evaluate.max_prompts])]
 
 

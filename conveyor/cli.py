@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from conveyor.config import OfflineRecipe, OnlineRecipe, RunError, UserError, load_recipe
+from conveyor.config import LoopRecipe, OnlineRecipe, Recipe, RunError, UserError, load_recipe
 
 # Read when torch is loaded. OpenMP threads that spin while they wait slow each other down many times over as soon as
 # another process wants their core.
@@ -94,6 +94,10 @@ def _train(known: argparse.Namespace, rest: list[str]) -> int:
         from conveyor.pipeline.loop import run_online
 
         run_online(recipe)
+    elif isinstance(recipe, LoopRecipe):
+        from conveyor.loops.run import run_loop
+
+        run_loop(recipe)
     else:
         from conveyor.offline.run import run_offline
 
@@ -126,6 +130,11 @@ def _check(known: argparse.Namespace, rest: list[str]) -> int:
 
         order = check_online(recipe)
         print(f"{known.recipe}: {recipe.method}, {len(order)} steps: sound")
+    elif isinstance(recipe, LoopRecipe):
+        from conveyor.loops.run import check_loop
+
+        check_loop(recipe)
+        print(f"{known.recipe}: {recipe.method}, {recipe.rounds.count} rounds: sound")
     else:
         from conveyor.offline.run import check_offline
 
@@ -138,7 +147,7 @@ def _more(known: argparse.Namespace, rest: list[str]) -> int:
     return int(importlib.import_module(known.module).run(known, _overrides(rest)))
 
 
-def _load(known: argparse.Namespace, rest: list[str]) -> OnlineRecipe | OfflineRecipe:
+def _load(known: argparse.Namespace, rest: list[str]) -> Recipe:
     return load_recipe(known.recipe, _overrides(rest))
 
 

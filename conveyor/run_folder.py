@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from conveyor.config import OfflineRecipe, OnlineRecipe, UserError
+from conveyor.config import LoopRecipe, Recipe, UserError
 
 COMPLETE = "complete"
 """An empty file, written last, that says a checkpoint is whole."""
@@ -32,12 +32,15 @@ MADE_BY_A_RUN = (
     "checkpoints",
     "model",
     "critic",
+    "adapter",
+    "reference_logprobs",
+    "rounds",
     "rewards.log",
     "evaluations.jsonl",
     "held_out_samples.jsonl",
     "evaluation.json",
 )
-HOLDS_RESULTS = ("samples.jsonl", "metrics.jsonl", "trace.json", "report.html", "model", "critic")
+HOLDS_RESULTS = ("samples.jsonl", "metrics.jsonl", "trace.json", "report.html", "model", "critic", "rounds")
 """Names of `MADE_BY_A_RUN` that are kept from being replaced; a run that ended before its first step has none of them filled."""
 
 _CLAIMED: dict[tuple[int, int], int] = {}
@@ -60,10 +63,13 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.critic = self.path / "critic"
+        self.rounds = self.path / "rounds"
+        self.adapter = self.path / "adapter"
+        self.reference_logprobs = self.path / "reference_logprobs"
         self.rewards_log = self.path / "rewards.log"
 
     @classmethod
-    def check(cls, recipe: OnlineRecipe | OfflineRecipe) -> RunFolder:
+    def check(cls, recipe: Recipe) -> RunFolder:
         """The folder a recipe may write to; changes nothing.
 
         Raises:
@@ -81,12 +87,13 @@ class RunFolder:
         for key, source in _inputs(recipe.model_dump(mode="json")):
             if any(Path(source).resolve().is_relative_to((folder.path / name).resolve()) for name in MADE_BY_A_RUN):
                 raise UserError(f"{key}: {source} lies where the run writes (output_dir: {folder.path})")
-        if recipe.checkpoint.resume and folder.config.exists() and folder.newest_checkpoint() is not None:
+        left = folder.newest_checkpoint() is not None or is_filled(folder.rounds)
+        if recipe.checkpoint.resume and folder.config.exists() and left:
             _check_resumed(folder, recipe)
         return folder
 
     @classmethod
-    def open(cls, recipe: OnlineRecipe | OfflineRecipe) -> RunFolder:
+    def open(cls, recipe: Recipe) -> RunFolder:
         """`check`, then make the folder ready: emptied of an older run unless resumed, resolved recipe written.
 
         Raises:
@@ -208,21 +215,23 @@ def _inputs(recipe: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]
             yield f"{above}{key}", value
 
 
-MAY_CHANGE = ("overwrite", "checkpoint", "ray", "telemetry", "output_dir", "train.steps", "train.epochs")
+MAY_CHANGE = ("overwrite", "checkpoint", "ray", "telemetry", "output_dir", "train.steps", "train.epochs", "rounds.count")
 """What a resumed run may say differently: everything else would make the rest of it another run."""
 
 
-def _check_resumed(folder: RunFolder, recipe: OnlineRecipe | OfflineRecipe) -> None:
-    before, now = _flat(yaml.safe_load(folder.config.read_text(encoding="utf-8"))), _flat(recipe.model_dump(mode="json"))
+def _check_resumed(folder: RunFolder, recipe: Recipe) -> None:
+    # Of a loop they say how long every round is trained.
+    may_change = tuple(key for key in MAY_CHANGE if not (isinstance(recipe, LoopRecipe) and key.startswith("train.")))
+    before, now = flat(yaml.safe_load(folder.config.read_text(encoding="utf-8"))), flat(recipe.model_dump(mode="json"))
     for key in sorted({*before, *now}):
-        if not key.startswith(MAY_CHANGE) and before.get(key) != now.get(key):
+        if not key.startswith(may_change) and before.get(key) != now.get(key):
             raise UserError(f"{key}: {now.get(key)!r}, but the run to resume in {folder.path} has {before.get(key)!r}")
 
 
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+        flat |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return flat
 
 

@@ -44,6 +44,8 @@ class Prompt:
     """The prompt as chat messages, when the row held messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row; reaches reward functions."""
+    sampling_ids: tuple[int, ...] | None = None
+    """What the engine reads instead of `token_ids`: the prompt under a condition, of which rewards are not to know."""
 
 
 class SampleId(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from conveyor.config import sections
+from tests.kept import KeptWorkers
 from tests.tiny import save_tiny_policy, save_tiny_reward_model
 
 ENGINE_ROLLOUT = sections.Rollout(max_response_length=64, max_concurrent_requests=16)
@@ -62,6 +63,14 @@ def engine(ray_session: None, tiny_policy: Path) -> Iterator[Any]:
             RolloutWorker, "rollout", 0, model=sections.Model(path=str(tiny_policy)), rollout=ENGINE_ROLLOUT,
             seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
         )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def kept(ray_session: None) -> Iterator[KeptWorkers]:
+    """Processes for the workers of a run, which have imported everything."""
+    workers = KeptWorkers()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from conveyor.algorithms.losses import mean_of, zero_masked
 from conveyor.algorithms.metrics import Metrics
+from conveyor.algorithms.pair_losses import ipo_losses, logistic_losses
 
 
 def dpo_loss(
@@ -27,7 +27,7 @@ def dpo_loss(
     With h = log π(y)/π_ref(y), summed over the tokens of an answer, and the margin m = h(better) − h(worse):
     `sigmoid`: −log σ(β·m) (Rafailov et al. 2023, eq. 7)
     `ipo`: (m − 1/(2β))² (Azar et al. 2023, eq. 17, where β is called τ). h is a sum, as in the paper and TRL's online DPO
-    trainer; TRL's offline one divides it by the number of tokens.
+    trainer; TRL's offline one divides it by the number of tokens (`length_normalize` of `pair_losses.py`).
 
     Args:
         logprobs, reference_logprobs: float32 [B, S].
@@ -44,7 +44,7 @@ def dpo_loss(
     better, worse = (none.index_add(0, places, (signs == sign).to(none)) for sign in (1, -1))
     assert better.max() <= 1 and worse.max() <= 1, "one pair a group"
     margins = none.index_add(0, places, signs * (logprobs - reference_logprobs).sum(1))[(better + worse) == 2]
-    losses = -logsigmoid(beta * margins) if kind == "sigmoid" else (margins - 1 / (2 * beta)).square()
+    losses = logistic_losses(beta * margins) if kind == "sigmoid" else ipo_losses(margins, beta)
     loss, pairs = losses.sum(), torch.tensor(len(margins))
     return loss, {
         "loss/policy": mean_of(loss, pairs),

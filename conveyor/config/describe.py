@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from conveyor.config.presets import METHOD_DEFAULTS
-from conveyor.config.recipe import OfflineRecipe, OnlineRecipe
+from conveyor.config.recipe import CLASS_OF
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,7 @@ class Key:
 
 def keys(method: str) -> list[Key]:
     """All keys a recipe of this method may have, in the order of the sections."""
-    model = OfflineRecipe if method in get_args(OfflineRecipe.model_fields["method"].annotation) else OnlineRecipe
-    return list(_walk(model, "", METHOD_DEFAULTS.get(method, {})))
+    return list(_walk(CLASS_OF[method], "", METHOD_DEFAULTS.get(method, {})))
 
 
 def _walk(model: type[BaseModel], prefix: str, defaults: dict[str, Any], optional: bool = False) -> Iterator[Key]:

@@ -11,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from conveyor.config.presets import METHOD_DEFAULTS
-from conveyor.config.recipe import METHODS, RECIPE, OfflineRecipe, OnlineRecipe
+from conveyor.config.offline_rules import broken_offline_rules
+from conveyor.config.recipe import CLASS_OF, METHODS, OnlineRecipe, Recipe
 from conveyor.config.rules import broken_rules
 
 
@@ -34,7 +35,7 @@ class _OnceLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> OnlineRecipe | OfflineRecipe:
+def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> Recipe:
     """Read a YAML recipe, lay the overrides over it, check it.
 
     Raises:
@@ -55,24 +56,23 @@ def load_recipe(path: str | Path, overrides: dict[str, str] | None = None) -> On
     return parse_recipe(raw, source=str(path))
 
 
-def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> OnlineRecipe | OfflineRecipe:
-    """Check a recipe given as a plain mapping (see `load_recipe`)."""
+def parse_recipe(raw: dict[str, Any], source: str = "recipe", *, trains: bool = True) -> Recipe:
+    """Check a recipe given as a plain mapping (see `load_recipe`). `trains`: False where nothing is trained, only sampled and scored."""
     method = raw.get("method")
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"{source}: method: {'missing' if method is None else repr(method)}; one of {', '.join(METHODS)}")
     try:
-        recipe = RECIPE.validate_python(_merge(METHOD_DEFAULTS.get(method, {}), raw))
+        recipe: Recipe = CLASS_OF[method].model_validate(_merge(METHOD_DEFAULTS.get(method, {}), raw))
     except ValidationError as error:
         raise UserError(f"{source}: {_one_line(error, method)}") from None
-    for key, reason in broken_rules(recipe) if isinstance(recipe, OnlineRecipe) else ():
+    for key, reason in broken_rules(recipe, trains) if isinstance(recipe, OnlineRecipe) else broken_offline_rules(recipe):
         raise UserError(f"{source}: {key}: {reason}")
     return recipe
 
 
 def _one_line(error: ValidationError, method: str) -> str:
     first, more = error.errors()[0], error.error_count() - 1
-    # The first place is the union's tag (the method), which users never wrote.
-    key = ".".join(str(part) for part in first["loc"][1:])
+    key = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown key" + _nearest(key, method)

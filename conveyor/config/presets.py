@@ -10,6 +10,9 @@ def _group(**algorithm: Any) -> dict[str, dict[str, Any]]:
 
 
 METHOD_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "rejection_sampling": {"rollout": {"n_samples_per_prompt": 8}},
+    "rso": {"rollout": {"n_samples_per_prompt": 8}},
+    "iterative_dpo": {"rollout": {"n_samples_per_prompt": 8}},
     "ppo": {},
     "grpo": _group(advantage_estimator="group_norm", kl_in="loss", kl_estimator="k3"),
     "dr_grpo": _group(advantage_estimator="dr_grpo", loss_aggregation="constant", kl_coef=0.0),

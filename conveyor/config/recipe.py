@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from conveyor.config import sections
-from conveyor.config.sections import Section
+from conveyor.config.common import Common
+from conveyor.config.loops import LOOP_RECIPES, LoopRecipe
+from conveyor.config.offline import OFFLINE_RECIPES, OfflineRecipe
 
 GROUP_ESTIMATORS = ("group_norm", "dr_grpo", "rloo", "opo", "best_worst")
 """One advantage a sample, from the outcomes of its group."""
@@ -17,29 +19,6 @@ OnlineMethod = Literal[
     "ppo", "grpo", "dr_grpo", "rloo", "opo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo",
     "distillation", "online_dpo",
 ]  # fmt: skip
-OfflineMethod = Literal["sft", "reward_model"]
-
-
-class Common(Section):
-    seed: sections.Whole = Field(0, description="of everything random: order, sampling, initial heads")
-    output_dir: str = Field(description="the run's folder")
-    overwrite: sections.Flag = Field(False, description="replace a run that output_dir already holds")
-    model: sections.Model
-    data: sections.Data
-    train: sections.Train = sections.Train()
-    checkpoint: sections.Checkpoint = sections.Checkpoint()
-    ray: sections.Ray = sections.Ray()
-    devices: dict[str, Annotated[sections.Number, Field(ge=0.01)]] | None = Field(
-        None, description="device groups: name → accelerators (CPU cores where there are none); default: what is there"
-    )
-    telemetry: sections.Flag = Field(False, description="let Ray, vLLM and the hub send usage statistics")
-
-
-class OfflineRecipe(Common):
-    """Methods that learn from a fixed dataset."""
-
-    method: OfflineMethod
-
 
 class OnlineRecipe(Common):
     """Methods that sample: rollout → score → train."""
@@ -167,6 +146,8 @@ class OnlineRecipe(Common):
         return ("rollout", *self.score_roles, *self.snapshot_roles, *trained)
 
 
-Recipe = Annotated[OnlineRecipe | OfflineRecipe, Field(discriminator="method")]
-RECIPE: TypeAdapter[OnlineRecipe | OfflineRecipe] = TypeAdapter(Recipe)
-METHODS = (*get_args(OfflineMethod), *get_args(OnlineMethod))
+Recipe = OnlineRecipe | OfflineRecipe | LoopRecipe
+_CLASSES: tuple[type[Any], ...] = (*OFFLINE_RECIPES, *LOOP_RECIPES, OnlineRecipe)
+CLASS_OF: dict[str, type[Any]] = {method: made for made in _CLASSES for method in get_args(made.model_fields["method"].annotation)}
+"""Method → its recipe's class."""
+METHODS = tuple(CLASS_OF)

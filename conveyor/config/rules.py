@@ -6,20 +6,18 @@ from collections.abc import Iterator
 
 from conveyor.config import sections
 from conveyor.config.recipe import GROUP_ESTIMATORS, RETURN_ESTIMATORS, OnlineRecipe
+from conveyor.config.reward_rules import broken_reward_rules
 
 Broken = Iterator[tuple[str, str]]
 """(key, reason) of every rule that is broken."""
 
-TAKEN = (
-    "reference", "actor", "critic", "rollout", "score", "policy_snapshot", "critic_snapshot", "mean", "timeouts", "errors", "rewards",
-)  # fmt: skip
-"""Names of roles and metrics."""
 
 
-def broken_rules(recipe: OnlineRecipe) -> list[tuple[str, str]]:
-    """(key, reason) for every rule between sections that the recipe breaks."""
-    of = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _rewards, _multi_turn, _placement, _evaluate)
-    return [broken for rules in of for broken in rules(recipe)]
+def broken_rules(recipe: OnlineRecipe, trains: bool = True) -> list[tuple[str, str]]:
+    """(key, reason) for every rule between sections that the recipe breaks; of one that only samples, those that matter then."""
+    training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn)
+    of = (*(training if trains else ()), _group_fits, _placement, _evaluate)
+    return [*(broken for rules in of for broken in rules(recipe)), *broken_reward_rules(recipe.rewards)]
 
 
 def _method(recipe: OnlineRecipe) -> Broken:
@@ -56,7 +54,10 @@ def _rollout(recipe: OnlineRecipe) -> Broken:
     if rollout.top_p < 1 or rollout.top_k not in (-1, 0):
         key = "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k"
         yield key, "samples would come from a truncated distribution, but the trainer computes log-probs of the full one; use 1.0 and -1"
-    if recipe.samples_per_group > rollout.max_concurrent_requests:
+
+
+def _group_fits(recipe: OnlineRecipe) -> Broken:
+    if recipe.samples_per_group > recipe.rollout.max_concurrent_requests:
         yield "rollout.max_concurrent_requests", f"a group of {recipe.samples_per_group} samples does not fit"
 
 
@@ -165,24 +166,6 @@ def _dynamic_sampling(recipe: OnlineRecipe) -> Broken:
             "rollout.dynamic_sampling",
             "goes by rewards that are functions or urls; a reward model hardly ever scores a whole group equally",
         )
-
-
-def _rewards(recipe: OnlineRecipe) -> Broken:
-    for reward in recipe.rewards:
-        if sum(source is not None for source in (reward.model, reward.function, reward.url)) != 1:
-            yield f"rewards.{reward.name}", "give exactly one of model, function and url"
-        if reward.url is not None and not reward.url.startswith(("http://", "https://")):
-            yield f"rewards.{reward.name}.url", f"{reward.url!r} does not begin with http:// or https://"
-        if reward.arguments and reward.model is not None:
-            yield f"rewards.{reward.name}.arguments", "a reward model takes none"
-        if reward.token_variable is not None and reward.url is None:
-            yield f"rewards.{reward.name}.token_variable", "belongs to a url"
-    names = [reward.name for reward in recipe.rewards]
-    for name in sorted(set(names)):
-        if names.count(name) > 1:
-            yield "rewards", f"two rewards are named {name}"
-        if name in TAKEN:
-            yield "rewards", f"{name} is the name of a role or metric, choose another"
 
 
 def _multi_turn(recipe: OnlineRecipe) -> Broken:

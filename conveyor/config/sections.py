@@ -53,7 +53,14 @@ class Data(Section):
     drop_last: Flag = Field(False, description="drop the remainder of an epoch; default: train it as a short last step")
     apply_chat_template: Flag = Field(True, description="put text prompts through the chat template as one user message")
     packing: Flag = Field(True, description="SFT: pack whole samples into rows of max_length, each attending to itself only")
-    train_on: Literal["completion", "all"] = Field("completion", description="SFT: tokens that enter the loss")
+    train_on: Literal["completion", "assistant", "all"] = Field(
+        "completion", description="SFT: tokens that enter the loss; assistant: also the assistant's messages within a prompt"
+    )
+    label_column: str = Field("label", description="KTO, BCO: column with true or false")
+    margin_column: str = Field("margin", description="reward model: column with the pair's margin, where there is one")
+    reward_column: str = Field("reward", description="conditional SFT: column with the row's reward")
+    class_column: str = Field("class", description="conditional SFT: column with the class of the row's source")
+    step_separator: str = Field("\n", min_length=1, description="process reward model: text that ends a step")
 
 
 class MultiTurn(Section):
@@ -185,6 +192,11 @@ class Pipeline(Section):
     verify_sync: Flag = Field(False, description="compare a checksum per tensor on both sides of every sync")
 
 
+class Steps(Section):
+    separator: str = Field("\n", min_length=1, description="text that ends a step, as in the model's training")
+    aggregate: Literal["min", "mean", "product", "last"] = Field("min", description="from the steps' probabilities to the sample's reward")
+
+
 class Reward(Section):
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", description="metric reward/NAME; of a model also the role's name")
     model: str | None = Field(None, description="folder or hub id of a sequence classifier with one label")
@@ -192,6 +204,7 @@ class Reward(Section):
         None, description="path.py:function or package.module:function; docs/rewards.md lists those that come along"
     )
     url: str | None = Field(None, description="address of a reward server, such as conveyor serve-reward; http:// or https://")
+    steps: Steps | None = Field(None, description="the model is a process reward model, which scores every step")
     arguments: dict[str, Any] = Field({}, description="further keyword arguments of every call of the function")
     weight: Number = Field(1.0, description="weight in the total")
     normalize: Literal["none", "running", "batch"] = Field(

@@ -68,16 +68,48 @@ class PackedBatch:
         return PackedBatch(self.input_ids.to(device), self.position_ids.to(device), self.loss_mask.to(device))
 
 
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """Samples in packed rows, and where each of them is."""
+
+    batch: PackedBatch
+    owners: Tensor
+    """int64 [N]: for each target of the batch, row by row, the number of the sample it belongs to."""
+    rows: Tensor
+    """int64 [n]: the row of each sample."""
+    starts: Tensor
+    """int64 [n]: the column of its first token."""
+
+
+def pack_samples(samples: Sequence[Sample], max_length: int | None = None, pad_token_id: int = 0) -> PackedSamples:
+    """Samples in as few rows of `max_length` tokens as first-fit decreasing finds; default: as long as the longest of them."""
+    lengths = [len(sample.ids) for sample in samples]
+    return place_samples(samples, first_fit_decreasing(lengths, max_length or max(lengths)), pad_token_id)
+
+
+def place_samples(samples: Sequence[Sample], bins: Sequence[Sequence[int]], pad_token_id: int = 0) -> PackedSamples:
+    """Samples in the rows that `bins` says, padded on the right to the longest."""
+    width = max(sum(len(samples[item].ids) for item in items) for items in bins)
+    ids = np.full((len(bins), width), pad_token_id, dtype=np.int64)
+    positions, owners = np.zeros((2, len(bins), width), dtype=np.int64)
+    mask = np.zeros((len(bins), width), dtype=np.bool_)
+    rows, starts = np.zeros((2, len(samples)), dtype=np.int64)
+    for row, items in enumerate(bins):
+        start = 0
+        for item in items:
+            sample = samples[item]
+            end = start + len(sample.ids)
+            rows[item], starts[item] = row, start
+            ids[row, start:end], positions[row, start:end] = sample.ids, np.arange(end - start)
+            mask[row, start:end], owners[row, start:end] = sample.mask, item
+            start = end
+    batch = PackedBatch(torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(mask))
+    return PackedSamples(batch, torch.from_numpy(owners[:, 1:][mask[:, 1:]]), torch.from_numpy(rows), torch.from_numpy(starts))
+
+
 def collate(rows: Sequence[Row], pad_token_id: int) -> PackedBatch:
     """Rows side by side, padded on the right to the longest."""
-    width = max(sum(len(sample.ids) for sample in row) for row in rows)
-    ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)
-    positions = np.zeros((len(rows), width), dtype=np.int64)
-    mask = np.zeros((len(rows), width), dtype=np.bool_)
-    for i, row in enumerate(rows):
-        start = 0
-        for sample in row:
-            end = start + len(sample.ids)
-            ids[i, start:end], positions[i, start:end], mask[i, start:end] = sample.ids, np.arange(end - start), sample.mask
-            start = end
-    return PackedBatch(torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(mask))
+    samples = [sample for row in rows for sample in row]
+    ends = np.cumsum([len(row) for row in rows]).tolist()
+    bins = [range(end - len(row), end) for row, end in zip(rows, ends, strict=True)]
+    return place_samples(samples, bins, pad_token_id).batch

@@ -10,9 +10,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from conveyor.config import sections
-from conveyor.data.rows import BadRows, Row, RowError, chunks, read_rows
-from conveyor.data.samples import Draft, Sample, TextDraft, conversation, draft, tokenize
-from conveyor.data.sft import report_long
+from conveyor.data.loading import Meaning, load_items
+from conveyor.data.rows import Row
+from conveyor.data.samples import Content, Draft, Sample, TextDraft, as_messages, conversation, draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Pair:
 
     chosen: Sample
     rejected: Sample
+    margin: float | None = None
+    """By how much the chosen one is better; None where the row has none, which counts as 0."""
 
     @property
     def tokens(self) -> int:
@@ -30,50 +32,51 @@ class Pair:
 def load_pairs(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None) -> list[Pair]:
     """The pairs of `data.path` (or of `path`, in the same form), both sides of `data.max_length` tokens at most.
 
-    Three layouts, the same ids and masks for the same content: prompt + `chosen` + `rejected` (texts or messages);
-    `chosen` and `rejected` as whole conversations, with or without the prompt beside them; both as whole texts, whose common
-    beginning is the prompt.
+    Three layouts, the same ids and masks for the same content: prompt + `chosen` + `rejected` (texts, messages, or one message
+    each), where `messages` or `conversations` may stand for the prompt; `chosen` and `rejected` as whole conversations, with or
+    without the prompt beside them; both as whole texts, whose common beginning is the prompt. A finite number under
+    `data.margin_column` is the pair's margin.
 
     Raises:
         UserError: a malformed or over-long row where the recipe says so, or no pair is left.
     """
-    source = path or data.path
-    bad, too_long, pairs = BadRows(data.on_bad_row), 0, list[Pair]()
-    for rows in chunks(read_rows(source, data.split, bad, "data.eval_path" if path else "data.path")):
-        drafts: list[tuple[Row, Draft]] = []
-        for row in rows:
-            try:
-                drafts += [(row, side) for side in _drafts(row, data)]
-            except RowError as error:
-                bad.reject(error)
-        samples = tokenize(tokenizer, drafts, "completion", bad)
-        for chosen, rejected in zip(samples[::2], samples[1::2], strict=True):
-            if chosen is None or rejected is None:
-                continue
-            if np.array_equal(chosen.ids, rejected.ids):
-                bad.reject(RowError(chosen.place, "chosen and rejected are identical"))
-            elif max(len(chosen.ids), len(rejected.ids)) <= data.max_length:
-                pairs.append(Pair(chosen, rejected))
-            else:
-                too_long += 1
-                if data.on_long == "error":
-                    longest = max(len(chosen.ids), len(rejected.ids))
-                    raise RowError(chosen.place, f"{longest} tokens, data.max_length is {data.max_length}")
-    bad.report(len(pairs) + too_long, source)
-    report_long(source, too_long, len(pairs), data.max_length)
-    return pairs
+
+    def meaning(row: Row) -> Meaning[Pair]:
+        margin = row.finite(data.margin_column) if row.has(data.margin_column) else None
+
+        def pair(chosen: Sample, rejected: Sample) -> list[Pair]:
+            refuse_identical(row, chosen, rejected)
+            return [Pair(chosen, rejected, margin)]
+
+        return Meaning(pair_drafts(row, data), pair)
+
+    return load_items(data, tokenizer, meaning, path=path)
 
 
-def _drafts(row: Row, data: sections.Data) -> tuple[Draft, Draft]:
+def refuse_identical(row: Row, chosen: Sample, rejected: Sample) -> None:
+    """Raises RowError where different texts have the same tokens."""
+    if np.array_equal(chosen.ids, rejected.ids):
+        raise row.error("chosen and rejected are identical")
+
+
+def pair_drafts(row: Row, data: sections.Data) -> tuple[Draft, Draft]:
+    """The drafts of `chosen` and `rejected`.
+
+    Raises:
+        RowError: one is missing, both are the same, there is no prompt or nothing follows it.
+    """
     chosen, rejected = row.text_or_messages("chosen"), row.text_or_messages("rejected")
     if chosen == rejected:
         raise row.error("chosen and rejected are identical")
-    if row.has(data.prompt_column):
-        prompt = row.text_or_messages(data.prompt_column)
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    prompt = _prompt(row, data)
+    if prompt is not None:
+        before = list(as_messages(prompt, "user"))
         whole = all(isinstance(side, list) and side[: len(before)] == before for side in (chosen, rejected))
         if whole:
             chosen, rejected, prompt = chosen[len(before) :], rejected[len(before) :], before
+        for key, side in (("chosen", chosen), ("rejected", rejected)):
+            if not side:
+                raise row.error(f"{key}: nothing follows the prompt")
         return (draft(row, prompt, chosen, "chosen", data.apply_chat_template),
                 draft(row, prompt, rejected, "rejected", data.apply_chat_template))  # fmt: skip
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -82,6 +85,19 @@ def _drafts(row: Row, data: sections.Data) -> tuple[Draft, Draft]:
         shared = _shared(chosen, rejected)
         return conversation(row, chosen, shared, "chosen"), conversation(row, rejected, shared, "rejected")
     raise row.error("chosen and rejected must both be texts or both be messages")
+
+
+def _prompt(row: Row, data: sections.Data) -> Content | None:
+    """The prompt's own column, else the chat beside `chosen` and `rejected`."""
+    if row.has(data.prompt_column):
+        return row.text_or_messages(data.prompt_column)
+    key = row.chat_key()
+    if key is None:
+        return None
+    messages = row.messages(key)
+    if messages[-1]["role"] == "assistant":
+        raise row.error(f"{key}: beside chosen and rejected it is the prompt, but it ends with an assistant message")
+    return messages
 
 
 def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[Draft, Draft]:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from conveyor.config import UserError, sections
+from conveyor.data.conditions import apply_template
 from conveyor.data.order import EpochOrder
 from conveyor.data.rows import BadRows, Row, RowError, chunks, read_rows
-from conveyor.data.samples import render_rows
+from conveyor.data.samples import Content, render_rows
 from conveyor.data.tokenizer import Messages, begin, encode_texts
 from conveyor.types import Prompt
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made", bound=Prompt)
 
 
 def load_prompts(
-    data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None, key: str = "data.path"
+    data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None, key: str = "data.path", template: str | None = None
 ) -> list[Prompt]:
     """The usable prompts of `data.path` (or of `path`, in the same form, which the recipe names in `key`), `index` counting
     them in file order.
 
     All of them have the same `columns`: one that a row lacks is None there.
+    With a `template` (see `apply_template`) that is what engines read, and nobody else.
     A prompt of `data.max_prompt_length` tokens or more is dropped and counted in the log, or an error, as `data.on_long` says.
 
     Raises:
@@ -33,15 +37,15 @@ def load_prompts(
     source = path or data.path
     bad, too_long, prompts = BadRows(data.on_bad_row), 0, list[Prompt]()
     for rows in chunks(read_rows(source, data.split, bad, key)):
-        for row, prompt in zip(rows, _prompts(rows, data, tokenizer, bad), strict=True):
+        for row, prompt in zip(rows, encode_prompts(rows, data, tokenizer, bad, template), strict=True):
             if prompt is None:
                 continue
-            if len(prompt.token_ids) < data.max_prompt_length:
+            size = len(prompt.sampling_ids or prompt.token_ids)
+            if size < data.max_prompt_length:
                 prompts.append(replace(prompt, index=len(prompts)))
                 continue
             too_long += 1
             if data.on_long == "error":
-                size = len(prompt.token_ids)
                 raise row.error(f"{data.prompt_column}: {size} tokens, data.max_prompt_length is {data.max_prompt_length}")
     bad.report(len(prompts) + too_long, source)
     if too_long:
@@ -49,22 +53,43 @@ def load_prompts(
                     source, too_long, too_long + len(prompts), data.max_prompt_length)  # fmt: skip
     if not prompts:
         raise UserError(f"{source}: every prompt has data.max_prompt_length ({data.max_prompt_length}) tokens or more; none is left")
-    return _same_columns(prompts)
+    return same_columns(prompts)
 
 
-def _same_columns(prompts: list[Prompt]) -> list[Prompt]:
+def same_columns(prompts: Sequence[Made]) -> list[Made]:
+    """Columns that only some have are None in the others."""
     absent: dict[str, None] = {name: None for prompt in prompts for name in prompt.columns}
     return [prompt if len(prompt.columns) == len(absent) else replace(prompt, columns=absent | dict(prompt.columns)) for prompt in prompts]
 
 
-def _prompts(rows: Sequence[Row], data: sections.Data, tokenizer: PreTrainedTokenizerBase, bad: BadRows) -> list[Prompt | None]:
+def encode_prompts(
+    rows: Sequence[Row], data: sections.Data, tokenizer: PreTrainedTokenizerBase, bad: BadRows, template: str | None = None
+) -> list[Prompt | None]:
     """One prompt a row, None where it was rejected. A text goes through the chat template as one user message."""
-    told: dict[int, str | list[dict[str, object]]] = {}
+    told: dict[int, Content] = {}
     for i, row in enumerate(rows):
         try:
             told[i] = row.text_or_messages(data.prompt_column)
         except RowError as error:
             bad.reject(error)
+    prompts = _encoded(rows, told, data, tokenizer, bad)
+    if template is not None:
+        conditioned: dict[int, Content] = {}
+        for i, said in told.items():
+            try:
+                conditioned[i] = apply_template(template, said)
+            except ValueError as error:
+                bad.reject(rows[i].error(str(error)))
+        under = _encoded(rows, conditioned, data, tokenizer, bad)
+        prompts = [prompt and other and replace(prompt, sampling_ids=other.token_ids) for prompt, other in zip(prompts, under, strict=True)]
+    return prompts
+
+
+def _encoded(
+    rows: Sequence[Row], told: Mapping[int, Content], data: sections.Data, tokenizer: PreTrainedTokenizerBase,
+    bad: BadRows,
+) -> list[Prompt | None]:  # fmt: skip
+    """`told`: prompts of the rows that have a sound one."""
     chats: dict[int, Messages] = {
         i: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         for i, prompt in told.items()

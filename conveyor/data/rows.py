@@ -10,8 +10,10 @@ import csv
 import io
 import json
 import logging
+import math
+import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +25,15 @@ log = logging.getLogger(__name__)
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv")
 TOO_DEEP = "lists or objects nested too deeply"
+CHAT_KEYS = ("messages", "conversations")
+"""Columns with a whole chat, the first a row has is read."""
+ROLE_OF = {
+    "human": "user", "user": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "system": "system",
+    "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""Who speaks in a sharegpt-style message, `{"from": …, "value": …}`."""
 
 
 class RowError(UserError):
@@ -30,7 +41,6 @@ class RowError(UserError):
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
-        self.place = place
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class Row:
     number: int
     """0-based, counting every row of the file."""
     values: Mapping[str, Any]
+    typed: bool = True
+    """False for a row of CSV, whose numbers and truth values are text."""
 
     def error(self, reason: str) -> RowError:
         return RowError(self.place, reason)
@@ -48,36 +60,81 @@ class Row:
         """CSV and Parquet have every column in every row, so an empty cell counts as absent."""
         return self.values.get(key) is not None
 
+    def chat_key(self) -> str | None:
+        """The column with the row's chat, if it has one."""
+        return next((key for key in CHAT_KEYS if self.has(key)), None)
+
     def text_or_messages(self, key: str) -> str | list[dict[str, Any]]:
-        """The value under `key`: a text that is not empty, or chat messages.
+        """The value under `key`: a text that is not empty, or chat messages (one alone may stand without its list).
 
         Raises:
             RowError: it is missing, empty, or neither of the two.
         """
         value = self.values.get(key)
-        if value is None:
-            raise self.error(f"{key}: missing")
         if isinstance(value, str):
             if not value:
                 raise self.error(f"{key}: empty")
             return value
+        if value is not None and not isinstance(value, list | dict):
+            raise self.error(f"{key}: must be text or a list of messages, not {type(value).__name__}")
         return self.messages(key)
 
     def messages(self, key: str) -> list[dict[str, Any]]:
+        """The chat under `key` as mappings with `role` and `content`, written like that or as `from` and `value`.
+
+        Raises:
+            RowError: it is missing, empty, or no chat; a speaker is unknown.
+        """
         value = self.values.get(key)
         if value is None:
             raise self.error(f"{key}: missing")
+        if isinstance(value, dict):
+            return [self._message(key, value)]
         if not isinstance(value, list):
-            raise self.error(f"{key}: must be text or a list of messages, not {type(value).__name__}")
+            raise self.error(f"{key}: must be a list of messages, not {type(value).__name__}")
         if not value:
             raise self.error(f"{key}: no messages")
-        for i, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise self.error(f"{key}[{i}]: a message is a mapping with `role` and `content`")
-            if not isinstance(message.get("content"), str):
-                raise self.error(f"{key}[{i}].content: must be text")
+        return [self._message(f"{key}[{i}]", message) for i, message in enumerate(value)]
+
+    def _message(self, where: str, message: Any) -> dict[str, Any]:
         # Parquet fills keys that only some messages have with null; templates would print it.
-        return [{name: part for name, part in message.items() if part is not None} for message in value]
+        parts = {name: part for name, part in message.items() if part is not None} if isinstance(message, dict) else {}
+        text = "content"
+        if "role" not in parts and "from" in parts:
+            speaker, text = parts.pop("from"), "value"
+            if not isinstance(speaker, str) or speaker not in ROLE_OF:
+                raise self.error(f"{where}.from: unknown speaker {reprlib.repr(speaker)}; one of {', '.join(ROLE_OF)}")
+            parts = {"role": ROLE_OF[speaker], "content": parts.pop("value", None), **parts}
+        if not isinstance(parts.get("role"), str):
+            raise self.error(f"{where}: a message is a mapping with `role` and `content`, or with `from` and `value`")
+        if not isinstance(parts.get("content"), str):
+            raise self.error(f"{where}.{text}: must be text")
+        return parts
+
+    def boolean(self, key: str) -> bool:
+        """Raises RowError where the value is missing or not true or false; a 0 or 1 is neither."""
+        value = self.values.get(key)
+        if value is None:
+            raise self.error(f"{key}: missing")
+        if not self.typed and str(value).strip().lower() in ("true", "false"):
+            return str(value).strip().lower() == "true"
+        if not isinstance(value, bool):
+            raise self.error(f"{key}: not boolean: must be true or false, not {reprlib.repr(value)}")
+        return value
+
+    def finite(self, key: str) -> float:
+        """Raises RowError where the value is missing or not a finite number."""
+        value = self.values.get(key)
+        if value is None:
+            raise self.error(f"{key}: missing")
+        try:
+            if not isinstance(value, bool) and isinstance(value, int | float | str) and not (self.typed and isinstance(value, str)):
+                number = float(value)
+                if math.isfinite(number):
+                    return number
+        except (ValueError, OverflowError):
+            pass  # falls through to the one message for all that is no number
+        raise self.error(f"{key}: must be a finite number, not {reprlib.repr(value)}")
 
 
 @dataclass
@@ -87,14 +144,13 @@ class BadRows:
     policy: Literal["error", "drop"]
     dropped: int = 0
     first: RowError | None = None
-    last_place: str = ""
 
     def reject(self, error: RowError) -> None:
-        """Raise, or count the row; a row rejected twice in a row (both sides of a pair) counts once."""
+        """Raise, or count the row."""
         if self.policy == "error":
             raise error
-        self.dropped += error.place != self.last_place
-        self.first, self.last_place = self.first or error, error.place
+        self.dropped += 1
+        self.first = self.first or error
 
     def report(self, kept: int, source: str) -> None:
         """Log what was dropped.
@@ -126,17 +182,11 @@ def read_rows(source: str, split: str, bad: BadRows, key: str = "data.path") -> 
         return
     if suffix not in EXTENSIONS:
         raise UserError(f"{key}: {source}: unknown extension; one of {', '.join(EXTENSIONS)}")
-    if suffix == ".parquet":
-        yield from _rows_of_parquet(path, key)
-        return
-    text = read_utf8(path)
-    readers = {".jsonl": _rows_of_jsonl, ".json": _rows_of_json, ".csv": _rows_of_csv}
-    for item in readers[suffix](path, text):
-        checked = _whole_characters(item) if isinstance(item, Row) and "\\u" in text else item
-        if isinstance(checked, RowError):
-            bad.reject(checked)
+    for item in _READERS[suffix](path, key):
+        if isinstance(item, RowError):
+            bad.reject(item)
         else:
-            yield checked
+            yield item
 
 
 def chunks(rows: Iterable[Row], size: int = 1024) -> Iterator[list[Row]]:
@@ -156,13 +206,17 @@ def read_utf8(path: Path) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: not UTF-8 (byte {raw[error.start]:#04x})") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: {_not_utf8(error)}") from None
 
 
-def _whole_characters(row: Row) -> Row | RowError:
-    """Refuses what only a JSON escape can spell and no tokenizer takes: one half of a surrogate pair."""
-    for key, value in row.values.items():
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 (byte {error.object[error.start]:#04x})"
+
+
+def _whole_characters(row: Row, text: str) -> Row | RowError:
+    """Refuses what only a JSON escape in `text` can spell and no tokenizer takes: one half of a surrogate pair."""
+    for key, value in row.values.items() if "\\u" in text else ():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -173,14 +227,21 @@ def _whole_characters(row: Row) -> Row | RowError:
     return row
 
 
-def _rows_of_jsonl(path: Path, text: str) -> Iterator[Row | RowError]:
+def _rows_of_jsonl(path: Path, key: str) -> Iterator[Row | RowError]:
     number = 0
-    # Not splitlines(): JSON strings may hold U+2028 and its kin, which that would cut at.
-    for line, content in enumerate(text.split("\n"), start=1):
-        if not content.strip():
-            continue
-        yield _object(f"{path}:{line}", number, content)
-        number += 1
+    with path.open("rb") as file:
+        # Cut at line feeds alone: JSON strings may hold U+2028 and its kin, which text lines would be cut at.
+        for line, raw in enumerate(file, start=1):
+            place = f"{path}:{line}"
+            try:
+                content = raw.decode("utf-8-sig" if line == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield RowError(place, _not_utf8(error))
+            else:
+                if not content.strip():
+                    continue
+                yield _object(place, number, content)
+            number += 1
 
 
 def _object(place: str, number: int, content: str) -> Row | RowError:
@@ -192,7 +253,7 @@ def _object(place: str, number: int, content: str) -> Row | RowError:
         return RowError(place, TOO_DEEP)
     if not isinstance(value, dict):
         return RowError(place, f"a row is a JSON object, this is a {type(value).__name__}")
-    return Row(place, number, value)
+    return _whole_characters(Row(place, number, value), content)
 
 
 def _json_error(error: ValueError) -> str:
@@ -200,7 +261,8 @@ def _json_error(error: ValueError) -> str:
     return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
-def _rows_of_json(path: Path, text: str) -> Iterator[Row | RowError]:
+def _rows_of_json(path: Path, key: str) -> Iterator[Row | RowError]:
+    text = read_utf8(path)
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -213,12 +275,15 @@ def _rows_of_json(path: Path, text: str) -> Iterator[Row | RowError]:
         raise UserError(f"{path}: a .json dataset is one list of objects, this is a {type(value).__name__} (one object a line is .jsonl)")
     for number, item in enumerate(value):
         place = f"{path}: row {number}"
-        yield Row(place, number, item) if isinstance(item, dict) else RowError(place, f"must be an object, not {type(item).__name__}")
+        if isinstance(item, dict):
+            yield _whole_characters(Row(place, number, item), text)
+        else:
+            yield RowError(place, f"must be an object, not {type(item).__name__}")
 
 
-def _rows_of_csv(path: Path, text: str) -> Iterator[Row | RowError]:
+def _rows_of_csv(path: Path, key: str) -> Iterator[Row | RowError]:
     """Every cell is text, as written: `007` stays `007`. An empty cell is absent."""
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.DictReader(io.StringIO(read_utf8(path), newline=""), strict=True)
     number = 0
     while True:
         try:
@@ -233,19 +298,35 @@ def _rows_of_csv(path: Path, text: str) -> Iterator[Row | RowError]:
         if None in cells or None in cells.values():
             yield RowError(place, f"{'more' if None in cells else 'fewer'} cells than the header has")
         else:
-            yield Row(place, number, {name: cell for name, cell in cells.items() if cell != ""})
+            yield Row(place, number, {name: cell for name, cell in cells.items() if cell != ""}, typed=False)
         number += 1
 
 
-def _rows_of_parquet(path: Path, key: str) -> Iterator[Row]:
+def _rows_of_parquet(path: Path, key: str) -> Iterator[Row | RowError]:
     import pyarrow.lib
     import pyarrow.parquet
 
+    number = 0
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        yield from _numbered(str(path), (row for batch in batches for row in batch.to_pylist()))
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for values in _python_rows(batch):
+                place = f"{path}: row {number}"
+                yield RowError(place, _not_utf8(values)) if isinstance(values, UnicodeDecodeError) else Row(place, number, values)
+                number += 1
     except (pyarrow.lib.ArrowInvalid, OSError) as error:
         raise UserError(f"{key}: {path}: not a Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _python_rows(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """The rows of a pyarrow.RecordBatch; Arrow takes any bytes for text, Python does not."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            yield error
+        else:
+            for i in range(len(batch)):
+                yield from _python_rows(batch.slice(i, 1))
 
 
 def _rows_of_hub(name: str, split: str, key: str) -> Iterator[Row]:
@@ -255,9 +336,10 @@ def _rows_of_hub(name: str, split: str, key: str) -> Iterator[Row]:
         dataset = datasets.load_dataset(name, split=split)
     except Exception as error:  # network, hub and builder errors have no common type; all mean the same to the user
         raise UserError(f"{key}: neither a file nor a hub dataset that can be read: {name}: {str(error).splitlines()[0]}") from error
-    yield from _numbered(name, dataset)
+    for number, values in enumerate(dataset):
+        yield Row(f"{name}: row {number}", number, values)
 
 
-def _numbered(source: str, values: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    for number, row in enumerate(values):
-        yield Row(f"{source}: row {number}", number, row)
+_READERS: dict[str, Callable[[Path, str], Iterator[Row | RowError]]] = {
+    ".jsonl": _rows_of_jsonl, ".json": _rows_of_json, ".parquet": _rows_of_parquet, ".csv": _rows_of_csv,
+}  # fmt: skip

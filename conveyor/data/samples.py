@@ -16,10 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from conveyor.data.rows import BadRows, Row, RowError
+from conveyor.config import sections
+from conveyor.data.rows import Row, RowError
 from conveyor.data.tokenizer import Messages, begin, encode_texts, render_chats
 
-TrainOn = Literal["completion", "all"]
+TrainOn = Literal["completion", "assistant", "all"]
+Content = str | Messages
+"""A prompt or a completion: a text, or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,11 @@ class Sample:
     @property
     def loss_tokens(self) -> int:
         return int(self.mask.sum())
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that is learnt."""
+        return int(self.mask.argmax())
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +62,56 @@ class ChatDraft:
     learn_from: int
 
 
-Draft = TextDraft | ChatDraft
+@dataclass(frozen=True, slots=True)
+class StepsDraft:
+    """Steps after a prompt, each followed by the separator and by no other end; what is learnt are the separators' tokens."""
+
+    prompt: Content
+    """A text goes past the chat template, messages through it."""
+    steps: tuple[str, ...]
+    separator: str
 
 
-def draft(row: Row, prompt: str | Messages, completion: str | Messages, key: str, apply_chat_template: bool) -> Draft:
-    """Join prompt and completion, each text or messages, to one draft.
+Draft = TextDraft | ChatDraft | StepsDraft
+
+
+def prompt_and_completion(row: Row, data: sections.Data) -> tuple[Content, Content, str]:
+    """Both, with the key of the completion. Of a chat the last assistant message is the completion, all before it the prompt.
 
     Raises:
-        RowError: there is nothing to learn under `key`.
+        RowError: one of the two is missing.
     """
+    if key := row.chat_key():
+        messages = row.messages(key)
+        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+        if last is None:
+            raise row.error(f"{key}: no assistant message to learn")
+        if last == 0:
+            raise row.error(f"{key}: nothing stands before the assistant's message, so there is no prompt")
+        return messages[:last], messages[last : last + 1], key
+    return row.text_or_messages(data.prompt_column), row.text_or_messages("completion"), "completion"
+
+
+def draft(row: Row, prompt: Content, completion: Content, key: str, apply_chat_template: bool) -> Draft:
+    """Join prompt and completion to one draft.
+
+    Raises:
+        RowError: there is nothing to learn under `key`, or it does not begin with an answer.
+    """
+    if isinstance(completion, str) and not completion.strip():
+        raise row.error(f"{key}: empty")
     if isinstance(prompt, str) and isinstance(completion, str) and not apply_chat_template:
         return TextDraft(prompt, completion)
-    before: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    after: Messages = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    before = as_messages(prompt, "user")
+    after = as_messages(completion, "assistant")
+    if after[0]["role"] in ("system", "user"):
+        raise row.error(f"{key}: begins with a {after[0]['role']} message, where the assistant answers the prompt")
     return conversation(row, [*before, *after], len(before), key)
+
+
+def as_messages(content: Content, role: str) -> Messages:
+    """A text as one message of `role`; messages as they are."""
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
 def conversation(row: Row, messages: Messages, learn_from: int, key: str) -> ChatDraft:
@@ -95,42 +139,60 @@ class _Segments:
     chat: bool
 
 
-def tokenize(
-    tokenizer: PreTrainedTokenizerBase, drafts: Sequence[tuple[Row, Draft]], train_on: TrainOn, bad: BadRows
-) -> list[Sample | None]:
-    """A sample for each draft, None where the row was rejected."""
-    rendered = _render(tokenizer, drafts)
+def tokenize(tokenizer: PreTrainedTokenizerBase, drafts: Sequence[tuple[Row, Draft]], train_on: TrainOn) -> list[Sample | RowError]:
+    """A sample for each draft, or what is wrong with its row."""
+    rendered = _render(tokenizer, drafts, train_on)
     texts = [text for item in rendered if isinstance(item, _Segments) for text, _ in item.parts]
     encoded = iter(encode_texts(tokenizer, texts))
-    samples: list[Sample | None] = []
-    for (row, _), item in zip(drafts, rendered, strict=True):
-        made = item if isinstance(item, RowError) else _join(tokenizer, row, item, [next(encoded) for _ in item.parts], train_on)
-        if isinstance(made, RowError):
-            bad.reject(made)
-        samples.append(None if isinstance(made, RowError) else made)
-    return samples
+    return [
+        item if isinstance(item, RowError) else _join(tokenizer, row, item, [next(encoded) for _ in item.parts], train_on)
+        for (row, _), item in zip(drafts, rendered, strict=True)
+    ]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, drafts: Sequence[tuple[Row, Draft]]) -> list[_Segments | RowError]:
+def _render(tokenizer: PreTrainedTokenizerBase, drafts: Sequence[tuple[Row, Draft]], train_on: TrainOn) -> list[_Segments | RowError]:
     """The segments of every draft. All chats are rendered in two calls, since a call's overhead is most of its time."""
-    turns = [_turns(item) for _, item in drafts]
-    asked = [(row, item.messages[:i]) for (row, item), at in zip(drafts, turns, strict=True) if isinstance(item, ChatDraft) for i in at]
-    told = [(row, item.messages[: i + 1]) for (row, item), at in zip(drafts, turns, strict=True) if isinstance(item, ChatDraft) for i in at]
+    asked = [(row, chat) for row, item in drafts for chat in _asked(item, train_on)]
+    told = [(row, chat) for row, item in drafts for chat in _told(item, train_on)]
     before, after = iter(render_rows(tokenizer, asked, True)), iter(render_rows(tokenizer, told, False))
     out: list[_Segments | RowError] = []
-    for (row, item), at in zip(drafts, turns, strict=True):
+    for row, item in drafts:
+        prompts, answers = [next(before) for _ in _asked(item, train_on)], [next(after) for _ in _told(item, train_on)]
         if isinstance(item, TextDraft):
             prompt = ((item.prompt, False),) if item.prompt else ()
             out.append(_Segments((*prompt, (item.completion, True)), own_end=False, chat=False))
+        elif isinstance(item, StepsDraft):
+            out.append(_steps(item, prompts))
         else:
-            out.append(_cut(row, item.messages[-1], [next(before) for _ in at], [next(after) for _ in at]))
+            out.append(_cut(row, item.messages[-1], prompts, answers))
     return out
 
 
-def _turns(item: Draft) -> list[int]:
-    if isinstance(item, TextDraft):
-        return []
-    return [i for i in range(item.learn_from, len(item.messages)) if item.messages[i]["role"] == "assistant"]
+def _asked(item: Draft, train_on: TrainOn) -> list[Messages]:
+    """Chats to be rendered up to the assistant's turn."""
+    if isinstance(item, ChatDraft):
+        return [item.messages[:i] for i in _turns(item, train_on)]
+    return [item.prompt] if isinstance(item, StepsDraft) and not isinstance(item.prompt, str) else []
+
+
+def _told(item: Draft, train_on: TrainOn) -> list[Messages]:
+    """Chats to be rendered with the assistant's turn."""
+    return [item.messages[: i + 1] for i in _turns(item, train_on)] if isinstance(item, ChatDraft) else []
+
+
+def _turns(item: ChatDraft, train_on: TrainOn) -> list[int]:
+    """The messages to learn. Those without text (calls of tools, say), which only a prompt may have, are not."""
+    first = 0 if train_on == "assistant" else item.learn_from
+    return [i for i, message in enumerate(item.messages) if i >= first and message["role"] == "assistant" and message["content"].strip()]
+
+
+def _steps(item: StepsDraft, rendered: list[str | RowError]) -> _Segments | RowError:
+    prompt = rendered[0] if rendered else item.prompt
+    if isinstance(prompt, RowError):
+        return prompt
+    assert isinstance(prompt, str)
+    steps = [part for step in item.steps for part in ((step, False), (item.separator, True))]
+    return _Segments(((prompt, False), *steps), own_end=True, chat=bool(rendered))
 
 
 def _cut(row: Row, last: Any, before: list[str | RowError], after: list[str | RowError]) -> _Segments | RowError:
@@ -175,7 +237,7 @@ def _join(
         mask += [learnt] * upto + [False] * (len(part) - upto)
     begun = begin(tokenizer, ids, add=not segments.chat)
     mask = [False] * max(0, len(begun) - len(ids)) + mask[max(0, len(ids) - len(begun)) :]
-    array = np.array(mask if train_on == "completion" else [True] * len(begun), dtype=np.bool_)
+    array = np.array([True] * len(begun) if train_on == "all" else mask, dtype=np.bool_)
     array[:1] = False
     if not array.any():
         return row.error("no token to learn: every token is masked")

@@ -5,11 +5,14 @@ Both are Hugging Face sequence classifiers with one label: a backbone and a line
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from conveyor.config import OnlineRecipe, UserError, sections
+from conveyor.data.packing import PackedSamples
 from conveyor.models.language_model import last_hidden, load_pretrained, spread, states_before
 
 
@@ -56,6 +59,17 @@ def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: T
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
     last = (places * attention_mask).argmax(1)
     return score_head(model)(hidden[torch.arange(len(last), device=last.device), last]).squeeze(-1).float()
+
+
+def packed_scores(model: PreTrainedModel, packed: PackedSamples, places: Sequence[Sequence[int]]) -> Tensor:
+    """float32 [K]: the scores at some places of each sample, sample by sample; a place counts from the sample's first token."""
+    where = next(model.parameters()).device
+    counts = torch.tensor([len(of_sample) for of_sample in places])
+    rows, starts = packed.rows.repeat_interleave(counts), packed.starts.repeat_interleave(counts)
+    columns = starts + torch.tensor([place for of_sample in places for place in of_sample])
+    batch = packed.batch.to(where)
+    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+    return score_head(model)(hidden[rows.to(where), columns.to(where)]).squeeze(-1).float()
 
 
 def response_values(

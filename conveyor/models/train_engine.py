@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from conveyor.config import sections
+from conveyor.models.adapters import is_adapted, merged
 from conveyor.models.apart import ApartGradients, linear
 from conveyor.run_folder import complete_or_absent
 from conveyor.workers.reports import StepReport
@@ -213,15 +214,24 @@ class TrainEngine:
             _, state = self._engine.load_checkpoint(str(folder), tag=TAG)
         self.updates = int(state["updates"])
 
-    def save_pretrained(self, folder: Path, tokenizer: Any) -> None:
-        """A Hugging Face folder, complete or absent. Every rank calls it; rank 0 writes."""
-        weights = self.named_weights()
-        if dist.get_rank() == 0:
-            write_pretrained(self.model, {name: weight.clone() for name, weight in weights}, folder, tokenizer)
-        else:
-            for _ in weights:
-                pass
+    def save_pretrained(self, folder: Path, tokenizer: Any, files: Mapping[str, str] | None = None) -> None:
+        """A Hugging Face folder, adapters merged, complete or absent. Every rank calls it; rank 0 writes.
+
+        Args:
+            files: further ones, name → text.
+        """
+        weights = self.all_weights()
+        if weights is not None:
+            write_pretrained(self.model, merged(self.model, weights) if is_adapted(weights) else weights, folder, tokenizer, files)
         dist.barrier()
+
+    def all_weights(self) -> dict[str, Tensor] | None:
+        """Every weight by its name, on the CPU of rank 0; None on the others. Every rank calls it."""
+        if dist.get_rank() == 0:
+            return {name: weight.clone() for name, weight in self.named_weights()}
+        for _ in self.named_weights():
+            pass
+        return None
 
 
 def schedule_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
@@ -241,13 +251,17 @@ def schedule_factor(update: int, total: int, warmup_ratio: float, schedule: str)
     return 1.0
 
 
-def write_pretrained(model: Any, weights: dict[str, Tensor], folder: Path, tokenizer: Any) -> None:
+def write_pretrained(
+    model: Any, weights: dict[str, Tensor], folder: Path, tokenizer: Any, files: Mapping[str, str] | None = None
+) -> None:
     """A folder that `from_pretrained` loads, complete or absent, in the place of an older one."""
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # classifiers need it to score a batch
     with complete_or_absent(folder) as aside, _quiet():
         model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
+        for name, text in (files or {}).items():
+            (aside / name).write_text(text, encoding="utf-8")
 
 
 def _deepspeed(accelerator: str) -> Any:

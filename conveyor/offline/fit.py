@@ -7,10 +7,12 @@ rank left without an item of a micro-batch runs one of the others' with loss 0, 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
@@ -18,9 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Metrics, merge
 from conveyor.config import OfflineRecipe
+from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.order import EpochOrder
+from conveyor.models.adapters import add_adapter, write_adapter
+from conveyor.models.sample_logprobs import sample_logprobs
 from conveyor.models.train_engine import TrainEngine
-from conveyor.offline.task import Item, Task
+from conveyor.offline.reference import reference_logprobs, shared_out
+from conveyor.offline.task import State, Task
 from conveyor.run_folder import RunFolder
 from conveyor.workers.reports import StepReport
 
@@ -35,7 +41,9 @@ def epoch_order(recipe: OfflineRecipe, size: int) -> EpochOrder:
                       shuffle=recipe.data.shuffle, seed=recipe.seed, drop_last=recipe.data.drop_last)  # fmt: skip
 
 
-def fit(recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBase, start: int = 0) -> Iterator[MetricsRow]:
+def fit(
+    recipe: OfflineRecipe, task: Task, held_out: Task | None, tokenizer: PreTrainedTokenizerBase, start: int = 0
+) -> Iterator[MetricsRow]:
     """Train on this rank from update `start` on; yields a metrics row after each update, the same on every rank.
 
     Writes checkpoints/step_N and, at the end, model/ into the run's folder (rank 0; with ZeRO every rank its part). `torch.distributed`
@@ -43,66 +51,106 @@ def fit(recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBa
     """
     folder = RunFolder(recipe.output_dir)
     order = epoch_order(recipe, len(task.items))
+    updates = [order.items(step) for step in range(len(order))]
     accelerator: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    task = _informed(task, updates, folder, accelerator)
+    held_out = held_out and _informed(held_out, [range(len(held_out.items))], folder, accelerator)
     torch.manual_seed(recipe.seed)
-    engine = TrainEngine(task.load_model(), recipe.train, learning_rate=recipe.train.learning_rate, total_updates=len(order),
+    model = task.load_model()
+    if recipe.lora is not None:
+        add_adapter(model, recipe.lora)
+    engine = TrainEngine(model, recipe.train, learning_rate=recipe.train.learning_rate, total_updates=len(order),
                          dtype=recipe.model.dtype, accelerator=accelerator)  # fmt: skip
+    trainer = Trainer(engine, recipe.train.micro_batch_size)
     if start:
-        engine.load(folder.checkpoints / f"step_{start}")
-    trainer = _Trainer(task, engine, recipe.train.micro_batch_size, dist.get_rank(), dist.get_world_size())
+        trainer.load(folder.checkpoints / f"step_{start}")
     for step in range(start, len(order)):
-        row = {"step": step + 1, "epoch": order.epoch(step), **trainer.update([task.items[i] for i in order.items(step)])}
-        if task.eval_items and (order.ends_epoch(step) or step + 1 == len(order)):
-            row |= {f"eval/{name}": value for name, value in trainer.evaluate(task.eval_items).items()}
+        row = {"step": step + 1, "epoch": order.epoch(step), **trainer.update(task, updates[step])}
+        if held_out is not None and (order.ends_epoch(step) or step + 1 == len(order)):
+            row |= {f"eval/{name}": value for name, value in trainer.evaluate(held_out).items()}
         yield row
         if recipe.checkpoint.every and (step + 1) % recipe.checkpoint.every == 0:
-            _save_checkpoint(engine, folder, step + 1, recipe.checkpoint.keep)
-    engine.save_pretrained(folder.model, tokenizer)
+            _save_checkpoint(trainer, folder, step + 1, recipe.checkpoint.keep)
+    engine.save_pretrained(folder.model, tokenizer, task.model_files())
+    if recipe.lora is not None and (weights := engine.all_weights()) is not None:
+        write_adapter(model, recipe.lora, weights, recipe.model.path, folder.adapter)
 
 
-@dataclass(frozen=True)
-class _Trainer(Generic[Item]):
-    task: Task[Item]
-    engine: TrainEngine
-    micro_batch_size: int
-    rank: int
-    ranks: int
+def _informed(task: Task, updates: Sequence[Sequence[int]], folder: RunFolder, accelerator: str) -> Task:
+    """The task that knows what its reference says."""
+    recipe, model = task.recipe, task.reference_model
+    if model is None:
+        return task
+    assert isinstance(recipe, ReferencedRecipe)
+    batch = max(1, 2 * recipe.train.micro_batch_size // dist.get_world_size())
+    where = Path(recipe.reference_cache or folder.reference_logprobs)
+    values = reference_logprobs(model, task.referenced(updates), where, batch, torch.device(accelerator))
+    return task.informed(values, updates)
 
-    def update(self, items: Sequence[Item]) -> MetricsRow:
-        """One optimizer step over `items`."""
+
+class Trainer:
+    """An engine that makes updates of a task's items on this rank."""
+
+    def __init__(self, engine: TrainEngine, micro_batch_size: int) -> None:
+        self.engine, self.micro_batch_size = engine, micro_batch_size
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.state: State = {}
+
+    def update(self, task: Task, numbers: Sequence[int]) -> MetricsRow:
+        """One optimizer step over the items of these numbers."""
         began = time.perf_counter()
         metrics: list[Metrics] = []
-        batches = list(self._micro_batches(items))
-        for number, batch in enumerate(batches, start=1):
+        context, self.state = self._context(task, numbers)
+        batches = list(self._micro_batches(task, numbers))
+        for place, batch in enumerate(batches, start=1):
             mine = batch[self.rank :: self.ranks]
-            loss, measured = self._loss(mine or batch[:1])
-            self.engine.backward(loss if mine else loss * 0.0, last=number == len(batches))
+            loss, measured = self._loss(task, mine or batch[:1], context)
+            self.engine.backward(loss if mine else loss * 0.0, last=place == len(batches))
             if mine:
                 metrics.append(measured)
-        report = self.engine.step(sum(self.task.denominator(item) for item in items))
+        report = self.engine.step(task.denominator(numbers))
         merged = self._over_ranks(metrics)
         seconds = time.perf_counter() - began
-        tokens = sum(self.task.tokens(item) for item in items)
-        return {**_values(merged), **_values_of(report), "samples": len(items), "tokens": tokens,
+        tokens = sum(task.tokens(number) for number in numbers)
+        return {**_values(merged), **_values_of(report), "samples": len(numbers), "tokens": tokens,
                 "tokens_per_second": tokens / seconds, "time/step": seconds}  # fmt: skip
 
     @torch.no_grad()
-    def evaluate(self, items: Sequence[Item]) -> MetricsRow:
-        """The task's metrics over all of `items`."""
+    def evaluate(self, task: Task) -> MetricsRow:
+        """The task's metrics over all of its items."""
         metrics: list[Metrics] = []
-        for batch in self._micro_batches(items):
+        numbers = range(len(task.items))
+        context, _ = self._context(task, numbers)
+        for batch in self._micro_batches(task, numbers):
             mine = batch[self.rank :: self.ranks]
-            measured = self._loss(mine or batch[:1])[1]
+            measured = self._loss(task, mine or batch[:1], context)[1]
             if mine:
                 metrics.append(measured)
         return _values(self._over_ranks(metrics))
 
-    def _loss(self, items: Sequence[Item]) -> tuple[torch.Tensor, Metrics]:
-        return self.task.loss(self.engine.forward(self.task.outputs, items), items)
+    def save(self, folder: Path) -> None:
+        self.engine.save(folder)
+        if self.rank == 0:
+            (folder / "task.json").write_text(json.dumps(self.state), encoding="utf-8")
 
-    def _micro_batches(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    def load(self, folder: Path) -> None:
+        self.engine.load(folder)
+        self.state = dict(json.loads((folder / "task.json").read_text(encoding="utf-8")))
+
+    @torch.no_grad()
+    def _context(self, task: Task, numbers: Sequence[int]) -> tuple[Any, State]:
+        """What the loss needs of the whole update: a pass without gradient over the samples that the task asks for."""
+        samples = task.surveyed(numbers)
+        batch = max(1, self.micro_batch_size // self.ranks)
+        logprobs = shared_out(partial(self.engine.forward, sample_logprobs), samples, batch) if samples else torch.zeros(0)
+        return task.context(numbers, logprobs, self.state)
+
+    def _loss(self, task: Task, numbers: Sequence[int], context: Any) -> tuple[torch.Tensor, Metrics]:
+        return task.loss(self.engine.forward(task.outputs, numbers), numbers, context)
+
+    def _micro_batches(self, task: Task, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
         """Items of about one length side by side, so that little is padded."""
-        by_length = sorted(items, key=self.task.tokens, reverse=True)
+        by_length = sorted(numbers, key=task.tokens, reverse=True)
         for first in range(0, len(by_length), self.micro_batch_size):
             yield by_length[first : first + self.micro_batch_size]
 
@@ -122,8 +170,8 @@ def _values_of(report: StepReport) -> MetricsRow:
     return {"lr": report.lr, "grad_norm": report.grad_norm}
 
 
-def _save_checkpoint(engine: TrainEngine, folder: RunFolder, step: int, keep: int) -> None:
-    engine.save(folder.begin_checkpoint(step))
+def _save_checkpoint(trainer: Trainer, folder: RunFolder, step: int, keep: int) -> None:
+    trainer.save(folder.begin_checkpoint(step))
     dist.barrier()
     if dist.get_rank() == 0:
         folder.commit_checkpoint(step, keep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 import torch
@@ -11,16 +11,28 @@ from transformers import PreTrainedTokenizerBase
 
 from conveyor.checks import read_model_config
 from conveyor.config import OfflineRecipe, UserError
+from conveyor.data.samples import Sample
 from conveyor.data.tokenizer import load_tokenizer
+from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import MetricsRow, epoch_order
-from conveyor.offline.reward_model import RewardModelTask
-from conveyor.offline.sft import SupervisedTask
+from conveyor.offline.reward_model import ProcessRewardModelTask, RewardModelTask
+from conveyor.offline.sft import ConditionalTask, SupervisedTask
+from conveyor.offline.task import Task
+from conveyor.offline.unpaired import BcoTask, KtoTask
 from conveyor.report.progress import MetricsLog, RunProgress, read_metrics
 from conveyor.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-TASKS: dict[str, type[SupervisedTask] | type[RewardModelTask]] = {"sft": SupervisedTask, "reward_model": RewardModelTask}
+TASKS: dict[str, type[Task]] = {
+    "sft": SupervisedTask,
+    "conditional_sft": ConditionalTask,
+    "reward_model": RewardModelTask,
+    "process_reward_model": ProcessRewardModelTask,
+    "dpo": DpoTask,
+    "kto": KtoTask,
+    "bco": BcoTask,
+}
 
 
 def check_offline(recipe: OfflineRecipe) -> dict[str, int]:
@@ -29,13 +41,14 @@ def check_offline(recipe: OfflineRecipe) -> dict[str, int]:
     Raises:
         UserError: see `run_offline`.
     """
-    task, _, updates = _prepare(recipe)
+    task, held_out, _ = read_task(recipe)
+    samples = [*task.samples, *(held_out.samples if held_out else ())]
     return {
-        "samples": len(task.samples),
+        "samples": len(samples),
         "items": len(task.items),
-        "eval_items": len(task.eval_items),
-        "tokens": sum(len(sample.ids) for sample in task.samples),
-        "updates": updates,
+        "eval_items": len(held_out.items) if held_out else 0,
+        "tokens": sum(len(sample.ids) for sample in samples),
+        "updates": len(epoch_order(recipe, len(task.items))),
         "ranks": _ranks(recipe),
     }
 
@@ -46,10 +59,32 @@ def run_offline(recipe: OfflineRecipe) -> MetricsRow:
     Raises:
         UserError: bad settings, files, rows or devices; before any model is loaded or anything is written.
     """
+    return run_task(recipe, *read_task(recipe))
+
+
+def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedTokenizerBase]:
+    """The data of a sound recipe, its held-out data, and the tokenizer.
+
+    Raises:
+        UserError: see `run_offline`.
+    """
+    RunFolder.check(recipe)
+    check_devices(recipe)
+    tokenizer = load_tokenizer(recipe.model)
+    kind = TASKS[recipe.method]
+    task = kind.read(recipe, tokenizer)
+    held_out = kind.read(task.recipe, tokenizer, recipe.data.eval_path) if recipe.data.eval_path else None
+    _check_samples(recipe, [*task.samples, *(held_out.samples if held_out else ())])
+    order = epoch_order(recipe, len(task.items))
+    task.check([order.items(step) for step in range(len(order))])
+    return task, held_out, tokenizer
+
+
+def run_task(recipe: OfflineRecipe, task: Task, held_out: Task | None, tokenizer: PreTrainedTokenizerBase) -> MetricsRow:
+    """`run_offline` with data that is there already."""
     from conveyor.workers.fit import fit_here, fit_on
     from conveyor.workers.placement import Placement
 
-    task, tokenizer, updates = _prepare(recipe)
     ranks = _ranks(recipe)
     with ExitStack() as stack:
         placement = stack.enter_context(Placement.create({"train": ranks}, recipe.ray, telemetry=recipe.telemetry)) if ranks > 1 else None
@@ -58,25 +93,20 @@ def run_offline(recipe: OfflineRecipe) -> MetricsRow:
         if recipe.checkpoint.resume and newest is None:
             log.warning("checkpoint.resume: %s has no checkpoint; starting from the beginning", folder.checkpoints)
         start = newest[0] if newest else 0
-        rows = fit_on(placement, recipe, task, tokenizer, start) if placement else fit_here(recipe, task, tokenizer, start)
-        return _record(recipe, folder, rows, updates, start)
+        work = (recipe, task, held_out, tokenizer, start)
+        rows = fit_on(placement, work) if placement else fit_here(work)
+        return _record(recipe, folder, rows, len(epoch_order(recipe, len(task.items))), start)
 
 
-def _prepare(recipe: OfflineRecipe) -> tuple[SupervisedTask | RewardModelTask, PreTrainedTokenizerBase, int]:
-    """The data of a sound recipe, the tokenizer, and the number of updates."""
-    RunFolder.check(recipe)
-    _check_devices(recipe)
-    tokenizer = load_tokenizer(recipe.model)
+def _check_samples(recipe: OfflineRecipe, samples: Iterable[Sample]) -> None:
+    """The model knows their tokens and takes their lengths."""
     config = read_model_config("model.path", recipe.model.path)
-    task = TASKS[recipe.method].read(recipe, tokenizer)
-    for sample in task.samples:
+    limit = getattr(config, "max_position_embeddings", None)
+    for sample in samples:
         if int(sample.ids.max()) >= config.vocab_size:
             raise UserError(f"model.tokenizer: {sample.place} has token {sample.ids.max()}, the model has {config.vocab_size} tokens")
-    longest = max(task.samples, key=lambda sample: len(sample.ids))
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and len(longest.ids) > limit:
-        raise UserError(f"data.max_length: {longest.place} has {len(longest.ids)} tokens, the model takes {limit}")
-    return task, tokenizer, len(epoch_order(recipe, len(task.items)))
+        if limit is not None and len(sample.ids) > limit:
+            raise UserError(f"data.max_length: {sample.place} has {len(sample.ids)} tokens, the model takes {limit}")
 
 
 def _ranks(recipe: OfflineRecipe) -> int:
@@ -86,7 +116,8 @@ def _ranks(recipe: OfflineRecipe) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _check_devices(recipe: OfflineRecipe) -> None:
+def check_devices(recipe: OfflineRecipe) -> None:
+    """The devices are those of a method without a pipeline."""
     if recipe.devices is not None and set(recipe.devices) != {"train"}:
         raise UserError(f"devices: {recipe.method} has one device group, train; not {', '.join(recipe.devices) or 'none'}")
     if recipe.devices is not None and recipe.devices["train"] > 1 and recipe.devices["train"] % 1:

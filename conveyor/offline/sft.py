@@ -1,59 +1,93 @@
-"""Supervised fine-tuning: the mean of −log p over the learnt tokens of an update."""
+"""Supervised fine-tuning: the mean of −log p over the learnt tokens of an update.
+
+`conditional_sft` is the same on prompts that say how good their answer is: by a score (Dong et al. 2023, SteerLM; Hu et al. 2023,
+arXiv 2308.12050), or by the class of their source, weighted: −Σ w_c log π(y | x, c) (Wang et al. 2023, OpenChat's C-RLFT, eq. 5).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.config import OfflineRecipe
-from conveyor.data.packing import Row, collate, pack
+from conveyor.config.offline import ConditionalSftRecipe
+from conveyor.data.conditional import Weighted, load_conditional
+from conveyor.data.packing import first_fit_decreasing, place_samples
 from conveyor.data.samples import Sample
 from conveyor.data.sft import load_sft
-from conveyor.models.language_model import load_language_model, target_logprobs
+from conveyor.models.language_model import target_logprobs
+from conveyor.offline.task import Task
 
 
 @dataclass(frozen=True)
-class SupervisedTask:
-    """Items are rows of one sample, or of several packed ones."""
+class SupervisedTask(Task):
+    """Items are rows: of one sample, or of several packed ones."""
 
-    recipe: OfflineRecipe
-    items: Sequence[Row]
-    eval_items: Sequence[Row]
-    pad_token_id: int
+    items: Sequence[Sequence[Weighted]]
 
     @classmethod
-    def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase) -> SupervisedTask:
-        """The data of a recipe; raises UserError where it is bad (see `load_sft`)."""
-        data = recipe.data
+    def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:
+        return cls.of(recipe, [Weighted(sample, 1.0) for sample in load_sft(recipe.data, tokenizer, path=path)])
 
-        def rows(samples: Sequence[Sample]) -> list[Row]:
-            return pack(samples, data.max_length) if data.packing else [(sample,) for sample in samples]
-
-        held_out = load_sft(data, tokenizer, path=data.eval_path) if data.eval_path else []
-        return cls(recipe, rows(load_sft(data, tokenizer)), rows(held_out), int(tokenizer.pad_token_id))
+    @classmethod
+    def of(cls, recipe: OfflineRecipe, samples: Sequence[Weighted]) -> Self:
+        """Rows of these samples, packed where the recipe says so."""
+        if not recipe.data.packing:
+            return cls(recipe, [(sample,) for sample in samples])
+        bins = first_fit_decreasing([len(weighted.sample.ids) for weighted in samples], recipe.data.max_length)
+        return cls(recipe, [tuple(samples[item] for item in items) for items in bins])
 
     @property
-    def samples(self) -> list[Sample]:
-        return [sample for row in (*self.items, *self.eval_items) for sample in row]
+    def samples(self) -> Iterable[Sample]:
+        return (weighted.sample for row in self.items for weighted in row)
 
-    def load_model(self) -> PreTrainedModel:
-        return load_language_model(self.recipe.model)
+    def denominator(self, numbers: Sequence[int]) -> int:
+        return sum(weighted.sample.loss_tokens for number in numbers for weighted in self.items[number])
 
-    def denominator(self, item: Row) -> int:
-        return sum(sample.loss_tokens for sample in item)
+    def tokens(self, number: int) -> int:
+        return sum(len(weighted.sample.ids) for weighted in self.items[number])
 
-    def tokens(self, item: Row) -> int:
-        return sum(len(sample.ids) for sample in item)
-
-    def outputs(self, model: PreTrainedModel, items: Sequence[Row]) -> Tensor:
-        """float32 [N]: log-probabilities of the learnt tokens, row by row."""
+    def outputs(self, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
+        """float32 [N]: w·log p of the learnt tokens, row by row."""
+        rows = [self.items[number] for number in numbers]
+        flat = [weighted for row in rows for weighted in row]
+        numbered = iter(range(len(flat)))
+        packed = place_samples([weighted.sample for weighted in flat], [[next(numbered) for _ in row] for row in rows])
         where = next(model.parameters()).device
-        return target_logprobs(model, collate(items, self.pad_token_id).to(where))
+        weights = torch.tensor([weighted.weight for weighted in flat])[packed.owners]
+        return target_logprobs(model, packed.batch.to(where)) * weights.to(where)
 
-    def loss(self, outputs: Tensor, items: Sequence[Row]) -> tuple[Tensor, Metrics]:
+    def loss(self, outputs: Tensor, numbers: Sequence[int], context: Any) -> tuple[Tensor, Metrics]:
         total = -outputs.sum()
         return total, {"loss": Mean(total.item(), outputs.numel())}
+
+
+@dataclass(frozen=True)
+class ConditionalTask(SupervisedTask):
+    """The same, of prompts with a condition."""
+
+    @classmethod
+    def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:
+        assert isinstance(recipe, ConditionalSftRecipe)
+        samples, fitted = load_conditional(recipe.data, recipe.condition, tokenizer, path=path)
+        if fitted is not None:  # held-out data is read by the recipe of the task, and so with the same normalisation
+            condition = recipe.condition.model_copy(update={"mean": fitted.mean, "std": fitted.std})
+            recipe = recipe.model_copy(update={"condition": condition})
+        return cls.of(recipe, samples)
+
+    def model_files(self) -> dict[str, str]:
+        """condition.json: what `conveyor generate` and `conveyor evaluate` put prompts into, and the condition it stands for."""
+        assert isinstance(self.recipe, ConditionalSftRecipe)
+        condition = self.recipe.condition
+        told = {
+            "prompt_template": condition.template.replace("{condition}", condition.target_text),
+            "condition": condition.model_dump(mode="json"),
+        }
+        return {"condition.json": json.dumps(told, indent=2, ensure_ascii=False) + "\n"}

@@ -1,41 +1,122 @@
-"""What a method that learns from a fixed dataset is made of: a data form plus a loss."""
+"""What a method that learns from a fixed dataset is made of: a data form plus a loss.
+
+    items ──▶ survey ──▶ context ──▶ outputs ──▶ loss
+              of a whole update,      of a micro-batch,
+              without gradient        with gradient
+
+Losses are sums; the update's denominator is applied once, just before the optimizer step. What needs a whole update (KTO's KL, the
+quantiles of AOT, BCO's shift) is a *context*, made before its first micro-batch from a pass without gradient over it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Metrics
+from conveyor.config import OfflineRecipe, sections
+from conveyor.data.samples import Sample
+from conveyor.models.language_model import load_language_model
 
-Item = TypeVar("Item")
-"""What is trained as a whole: a packed row, a pair."""
+State = dict[str, float]
+"""What a loss carries from one update to the next; goes into checkpoints."""
 
 
-class Task(Protocol[Item]):
-    """One method with its data. The fit loop knows nothing else of either."""
+@dataclass(frozen=True)
+class Task(ABC):
+    """One method with one dataset, whose items are known by their number. The fit loop knows nothing else of either."""
+
+    recipe: OfflineRecipe
+    items: Sequence[Any]
+    """What is trained as a whole: a packed row, a pair. In file order."""
+    reference: Tensor | None = None
+    """float32 [M]: log-probs under the reference of the samples that `referenced` names."""
+
+    unit: ClassVar[str] = "samples"
+    """What a denominator counts."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:
+        """The recipe's data, or that of a file of the same form.
+
+        Raises:
+            UserError: it is bad; names file and row.
+        """
 
     @property
-    def items(self) -> Sequence[Item]:
-        """The training set, in file order."""
-
-    @property
-    def eval_items(self) -> Sequence[Item]:
-        """The held-out set, may be empty."""
+    @abstractmethod
+    def samples(self) -> Iterable[Sample]:
+        """Every sample of the items."""
 
     def load_model(self) -> PreTrainedModel:
         """The model to train, freshly loaded."""
+        return load_language_model(self.recipe.model)
 
-    def denominator(self, item: Item) -> int:
-        """What an item adds to the number that the update's summed loss is divided by (its loss tokens; 1 a pair)."""
+    @abstractmethod
+    def denominator(self, numbers: Sequence[int]) -> int:
+        """What the summed loss of these items is divided by: loss tokens, pairs, completions."""
 
-    def tokens(self, item: Item) -> int:
-        """Tokens of the forward pass, padding not counted."""
+    @abstractmethod
+    def tokens(self, number: int) -> int:
+        """Tokens of an item in the forward pass, padding not counted."""
 
-    def outputs(self, model: PreTrainedModel, items: Sequence[Item]) -> Tensor:
+    @abstractmethod
+    def outputs(self, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
         """The forward pass: all that reads weights. Runs inside DeepSpeed's forward."""
 
-    def loss(self, outputs: Tensor, items: Sequence[Item]) -> tuple[Tensor, Metrics]:
+    @abstractmethod
+    def loss(self, outputs: Tensor, numbers: Sequence[int], context: Any) -> tuple[Tensor, Metrics]:
         """The loss summed over the items, and what to log. Pure."""
+
+    def check(self, updates: Sequence[Sequence[int]]) -> None:
+        """Refuse updates that the loss cannot be computed of.
+
+        Raises:
+            UserError: names the setting.
+        """
+
+    def model_files(self) -> dict[str, str]:
+        """Further files of the trained model's folder: name → text."""
+        return {}
+
+    # ── for losses that compare with a reference ─────────────────────────────────────────────────
+
+    @property
+    def reference_model(self) -> sections.Model | None:
+        """Whose log-probs of `referenced` are needed before training; None: no one's."""
+        return None
+
+    def referenced(self, updates: Sequence[Sequence[int]]) -> Sequence[Sample]:
+        """The samples whose reference log-probs a run over these updates needs."""
+        return ()
+
+    def informed(self, reference: Tensor, updates: Sequence[Sequence[int]]) -> Self:
+        """The task that knows them: float32 [M], in the order of `referenced`, of the same updates."""
+        return replace(self, reference=reference)
+
+    # ── for losses that need something of the whole update ───────────────────────────────────────
+
+    def surveyed(self, numbers: Sequence[int]) -> Sequence[Sample]:
+        """Samples whose log-probs under the policy, without gradient, the update of these items needs first."""
+        return ()
+
+    def context(self, numbers: Sequence[int], logprobs: Tensor, state: State) -> tuple[Any, State]:
+        """What `loss` is to know of the whole update, and the state after it.
+
+        Args:
+            logprobs: float32 [M]: of the samples that `surveyed` names.
+        """
+        return None, state
+
+
+def reference_rows(reference: Tensor | None, places: Sequence[int], like: Tensor) -> Tensor:
+    """Reference log-probs at some places, on the device of `like`."""
+    assert reference is not None, "the reference has not been asked"
+    return reference[torch.as_tensor(places)].to(like.device)

@@ -54,14 +54,19 @@ class Evaluation:
     def next_prompt(self, version: int) -> int | None:
         """The prompt to sample next under a version, None if there is none."""
         found = self._rounds.get(version)
-        if found is None or found.closing or self.facts is None:
+        if found is None or self.facts is None or not self._left(found):
             return None
-        return found.next if found.next < self.facts.prompts else None
+        limit = self.facts.in_flight
+        return found.next if limit is None or len(found.running) + len(found.scoring) < limit else None
+
+    def _left(self, found: _Round) -> bool:
+        """Whether a round has prompts left to sample."""
+        return self.facts is not None and not found.closing and found.next < self.facts.prompts
 
     def sampling(self, version: int) -> bool:
         """Whether a round of this version still has prompts to sample, or samples in an engine."""
         found = self._rounds.get(version)
-        return found is not None and (self.next_prompt(version) is not None or bool(found.running))
+        return found is not None and (self._left(found) or bool(found.running))
 
     def start(self, action: Evaluate) -> None:
         found = self._rounds[action.version]
@@ -80,7 +85,8 @@ class Evaluation:
         del found.running[event.prompt]
         if event.prompt not in found.lost:
             judged = self._samples(event.prompt) if self.plan.judged else []
-            found.scoring[event.prompt] = len(self._parts) + len(judged)
+            if awaited := len(self._parts) + len(judged):
+                found.scoring[event.prompt] = awaited
             self.to_judge += [Judge(sample, event.version) for sample in judged]
             for part in self._parts:
                 self._waiting[part].append((event.version, event.prompt))
@@ -130,7 +136,7 @@ class Evaluation:
             held: versions that engines hold, or are about to.
         """
         for version, found in self._rounds.items():
-            no_more = self.next_prompt(version) is None or (version not in held and version < published)
+            no_more = not self._left(found) or (version not in held and version < published)
             if no_more and not found.running and not found.scoring and not found.closing:
                 return CloseEvaluation(version)
         return None

@@ -1,23 +1,16 @@
-"""Carries the scheduler's actions out on Ray actors.
+"""Carries the scheduler's actions out on Ray actors (`sampling_executor.py` has the way of doing it).
 
-    Scheduler ── actions ──▶ one asyncio task each ──▶ Ray actor ── report ──▶ event ──▶ Scheduler
-
-The executor decides nothing: what may start, and when, is the scheduler's. Every report becomes an
-event for the scheduler, a line in the books (`ledger.py`) and one in the record of the run
-(`recorder.py`). An exception of any worker ends the run.
+Every report becomes an event for the scheduler, a line in the books (`ledger.py`) and one in the record of the run (`recorder.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from ray.exceptions import RayActorError
 
 from conveyor.config import RunError
 from conveyor.data.prompts import PromptOrder
@@ -26,9 +19,7 @@ from conveyor.pipeline.actions import (
     Admit,
     Checkpoint,
     CloseEvaluation,
-    Done,
     Drop,
-    Evaluate,
     Event,
     Finish,
     InstallEngine,
@@ -39,61 +30,54 @@ from conveyor.pipeline.actions import (
     SampleFinished,
     SampleJudged,
     Score,
-    ScoreEvaluation,
     Train,
     Update,
 )
 from conveyor.pipeline.control import StepControl
 from conveyor.pipeline.held_out import HeldOut
-from conveyor.pipeline.judging import Judging
 from conveyor.pipeline.ledger import Ledger
 from conveyor.pipeline.publications import Publications
 from conveyor.pipeline.recorder import Recorder
+from conveyor.pipeline.sampling_executor import SamplingExecutor
 from conveyor.pipeline.scheduler import Scheduler
-from conveyor.run_folder import RunFolder, write_control, write_lines, write_untrained
+from conveyor.run_folder import RunFolder, write_control, write_untrained
 from conveyor.types import Prompt, SampleId
 from conveyor.workers.records import RolloutRef
-from conveyor.workers.reports import EvaluationAborted, MicroBatchKey, SampleDone, SampleReport, SampleRow, Span
+from conveyor.workers.reports import EvaluationAborted, Judged, MicroBatchKey, SampleDone, SampleReport, SampleRow, Span
 from conveyor.workers.start import Workers
 
 SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic", "reference": "actor"}
 """Role → the trained one whose weights it takes; a reference only where it is refreshed."""
 
 
-class WorkerDied(RunError):
-    """A worker's process has ended; says which, and what is left of the run."""
-
-
 class SyncError(RunError):
     """`verify_sync` found a tensor that differs from what the trainer published."""
 
 
-class Executor:
+class Executor(SamplingExecutor):
     """One run of a scheduler on a set of workers. `await run()` once."""
+
+    held_out: HeldOut
+    recorder: Recorder
 
     def __init__(
         self,
         scheduler: Scheduler,
         workers: Workers,
-        order: PromptOrder | None,
+        order: PromptOrder,
         recorder: Recorder,
         folder: RunFolder,
         held_out: Sequence[Prompt] = (),
         control: StepControl | None = None,
-        keep_held_out: bool = False,
     ) -> None:
         """Args:
-        order: None: there are no steps, only an evaluation.
         held_out: prompts of the evaluation.
         control: what steps before a resumed run's first one say; default: a run from the start.
-        keep_held_out: write the samples of the evaluation too.
         """
-        self.scheduler, self.workers, self.order, self.recorder, self.folder = scheduler, workers, order, recorder, folder
-        self.plan = scheduler.plan
         self.recipe = recorder.recipe
-        self._keep_held_out = keep_held_out
+        super().__init__(scheduler, workers, HeldOut(self.recipe, scheduler.plan, held_out), recorder)
+        self.order, self.folder = order, folder
         self.ledger = Ledger(self.recipe, control)
-        self.held_out = HeldOut(self.recipe, self.plan, held_out)
         self._open_samples: dict[int, list[tuple[int, SampleDone]]] = defaultdict(list)
         """Group whose step is not known yet → (engine, report) of its finished samples."""
         self._holders: dict[MicroBatchKey, int] = {}
@@ -102,11 +86,7 @@ class Executor:
         self._control_states: dict[int, dict[str, Any]] = {}
         self._groups_done: Counter[int] = Counter()
         self._finished: dict[int, tuple[list[SampleReport], list[SampleRow]]] = {}
-        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        rewarder = workers.rewarder
-        self.judging = None if rewarder is None else Judging(rewarder, self.ledger, self.held_out, recorder, self._events.put_nowait)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._carry_out: dict[type, Callable[[Any], Awaitable[None]]] = {
+        self._carry_out |= {
             Admit: self._admit,
             Drop: self._drop,
             Score: self._score,
@@ -118,123 +98,44 @@ class Executor:
             InstallSnapshot: self._install_snapshot,
             Checkpoint: self._checkpoint,
             Finish: self._finish,
-            Evaluate: self._evaluate,
-            ScoreEvaluation: self._score_evaluation,
-            CloseEvaluation: self._close_evaluation,
         }
 
-    async def run(self) -> None:
-        """Until every step is trained. Raises the first exception of any worker."""
-        await asyncio.gather(*(engine.renew.remote() for engine in self.workers.engines))
-        for number in range(self.plan.engines):
-            self._spawn(self._guarded(self._listen(number), f"rollout engine {number}"))
-        if self.judging is not None:
-            await self.judging.renew()
-            self._spawn(self._guarded(self.judging.listen(), "the worker of reward functions"))
-        try:
-            self._launch()
-            while not self.scheduler.finished:
-                self._handle(await self._events.get())
-                while not self._events.empty():
-                    self._handle(self._events.get_nowait())
-                self._launch()
-        finally:
-            for task in self._tasks:
-                task.cancel()
-
     def _handle(self, event: Event | BaseException) -> None:
-        if isinstance(event, BaseException):
-            raise event
-        self.scheduler.handle(event)
+        super()._handle(event)
         if isinstance(event, SampleFinished):
             self._record_samples(event.id.group)
         elif isinstance(event, SampleJudged) and self.scheduler.membership.dynamic:
             for group in list(self._open_samples):  # one that is judged can settle those that wait behind it
                 self._record_samples(group)
 
-    def _launch(self) -> None:
-        judges: list[Judge] = []
-        for action in self.scheduler.actions():
-            if isinstance(action, Judge):
-                judges.append(action)
-            else:
-                self._spawn(self._run_one(action))
-        if judges:
-            assert self.judging is not None
-            self._spawn(self._guarded(self.judging.send(judges), "the worker of reward functions"))
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run_one(self, action: Action) -> None:
-        if await self._guarded(self._carry_out[type(action)](action), action) and not isinstance(action, (Admit, Evaluate, Drop)):
-            self._events.put_nowait(Done(action))
-
-    async def _guarded(self, work: Awaitable[None], of: Action | str) -> bool:
-        """Whether the work was done; an exception ends the run. `of`: an action, or the name of the worker that does it."""
-        try:
-            await work
-        except RayActorError:
-            self._events.put_nowait(self._died(of if isinstance(of, str) else self._worker_of(of)))
-        except Exception as error:
-            self._events.put_nowait(error)
-        else:
-            return True
-        return False
-
     def _worker_of(self, action: Action) -> str:
         match action:
-            case Admit(engine, _, _) | InstallEngine(engine, _) | Evaluate(engine, _, _):
+            case Admit(engine, _, _) | InstallEngine(engine, _):
                 return f"rollout engine {engine}"
-            case Score(part, worker, _, _) | InstallSnapshot(part, worker, _) | ScoreEvaluation(part, worker, _, _):
+            case Score(part, worker, _, _) | InstallSnapshot(part, worker, _):
                 return f"score worker {worker} of group {self.plan.parts[part].group}"
-            case CloseEvaluation() | Judge() | Drop():
-                raise AssertionError("runs on no worker that is asked here")
-            case _:
+            case Prepare() | Train() | Update() | Publish() | Checkpoint() | Finish():
                 return f"a train worker of group {self.plan.train_groups[action.train_group].group}"
+            case _:
+                return super()._worker_of(action)
 
-    def _died(self, worker: str) -> WorkerDied:
+    def _what_is_left(self) -> str:
         newest = self.folder.newest_checkpoint()
-        left = f"go on from {newest[1]} with checkpoint.resume" if newest else "there is no checkpoint (checkpoint.every)"
-        return WorkerDied(f"{worker} died, killed or out of memory; {left}")
+        return f"; go on from {newest[1]} with checkpoint.resume" if newest else "; there is no checkpoint (checkpoint.every)"
 
     # ── rollout ──────────────────────────────────────────────────────────────────────────────────
 
     async def _admit(self, action: Admit) -> None:
         self.recorder.admitted(action.engine, (SampleId(action.group, k) for k in range(self.plan.samples_per_group)))
         n, greedy = self.recipe.rollout.n_samples_per_prompt, self.recipe.greedy_baseline
-        await self.workers.engines[action.engine].submit.remote(self._prompt(action.group), n, greedy)
+        await self.workers.engines[action.engine].submit.remote(self.order.prompt(action.group), n, greedy)
 
-    def _prompt(self, group: int) -> Prompt:
-        assert self.order is not None, "an evaluation admits no group"
-        return self.order.prompt(group)
-
-    async def _listen(self, number: int) -> None:
-        """Samples leave an engine as they finish: small reports, then the reference of their rollouts."""
-        stream = self.workers.engines[number].stream.remote()
-        async for reference in stream:
-            reports, bundle = await reference, await anext(stream)
-            places = itertools.count()
-            for report in reports:
-                aborted = isinstance(report, EvaluationAborted)
-                self._left_engine(number, report, None if aborted else RolloutRef(bundle, next(places)))
-        raise RuntimeError(f"rollout engine {number} ended its stream before the run was over")
-
-    def _left_engine(self, engine: int, report: SampleDone | EvaluationAborted, rollout: RolloutRef | None) -> None:
-        event: Event
-        if isinstance(report, EvaluationAborted):
-            self.recorder.evaluated(engine, report.version, report.span)
-            event = self.held_out.aborted(engine, report)
-        elif report.id.group < 0:
-            self.recorder.evaluated(engine, report.oldest_version, report.span)
-            event = self.held_out.sampled(engine, report, rollout)
-        else:
-            self.ledger.add_rollout(report.id, rollout)
-            self._open_samples[report.id.group].append((engine, report))
-            event = SampleFinished(engine, report.id, report.oldest_version)
-        self._events.put_nowait(event)
+    def _left_engine(self, engine: int, report: SampleDone | EvaluationAborted, rollout: RolloutRef | None) -> Event:
+        if isinstance(report, EvaluationAborted) or report.id.group < 0:
+            return super()._left_engine(engine, report, rollout)
+        self.ledger.add_rollout(report.id, rollout)
+        self._open_samples[report.id.group].append((engine, report))
+        return SampleFinished(engine, report.id, report.oldest_version)
 
     def _record_samples(self, group: int) -> None:
         """The events of a group's samples, as soon as its step is known."""
@@ -258,21 +159,17 @@ class Executor:
         self.ledger.add_score(action.key, action.part, scores)
         self.recorder.scored(part, action.worker, action.key, await report)
 
-    # ── evaluation ───────────────────────────────────────────────────────────────────────────────
+    def _to_judge(self, action: Judge) -> Any:
+        return self.ledger.rollouts([action.sample])[0] if action.version is None else super()._to_judge(action)
 
-    async def _evaluate(self, action: Evaluate) -> None:
-        await self.workers.engines[action.engine].evaluate.remote(*self.held_out.submission(action))
-
-    async def _score_evaluation(self, action: ScoreEvaluation) -> None:
-        part = self.plan.parts[action.part]
-        worker = self.workers.scorers[part.group][action.worker]
-        report, scores = worker.score.options(num_returns=2).remote(part.rewards, self.held_out.rollouts(action))
-        self.held_out.scored(action, dict((await scores).rewards))
-        self.recorder.scored_evaluation(part, action.worker, action.version, await report)
+    def _judged(self, judged: Judged) -> SampleJudged:
+        if judged.id.group < 0:
+            return super()._judged(judged)
+        equal = self.ledger.add_judged(judged)
+        self.recorder.judged(judged)
+        return SampleJudged(judged.id, None, equal)
 
     async def _close_evaluation(self, action: CloseEvaluation) -> None:
-        if self._keep_held_out:
-            write_lines(self.folder.held_out_samples, self.held_out.rows(action.version))
         self.recorder.close_evaluation(self.held_out.close(action.version))
 
     # ── train ────────────────────────────────────────────────────────────────────────────────────

@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from conveyor.pipeline.actions import Judge, SampleJudged
-from conveyor.pipeline.held_out import HeldOut
-from conveyor.pipeline.ledger import Ledger
-from conveyor.pipeline.recorder import Recorder
 from conveyor.workers.reports import Judged, Notice
 
 log = logging.getLogger(__name__)
@@ -21,12 +18,16 @@ log = logging.getLogger(__name__)
 class Judging:
     """`renew` once, then `listen` beside any number of `send`s."""
 
-    def __init__(self, rewarder: Any, ledger: Ledger, held_out: HeldOut, recorder: Recorder, tell: Callable[[SampleJudged], None]) -> None:
+    def __init__(
+        self, rewarder: Any, rollout: Callable[[Judge], Any], note: Callable[[Judged], SampleJudged], tell: Callable[[SampleJudged], None]
+    ) -> None:
         """Args:
         rewarder: handle of the RewardWorker.
+        rollout: gives the reference of a sample.
+        note: enters what is said of a sample into books and record.
         tell: takes the events.
         """
-        self._rewarder, self._ledger, self._held_out, self._recorder, self._tell = rewarder, ledger, held_out, recorder, tell
+        self._rewarder, self._rollout, self._note, self._tell = rewarder, rollout, note, tell
 
     async def renew(self) -> None:
         """Another run begins."""
@@ -34,12 +35,10 @@ class Judging:
 
     async def send(self, judges: Sequence[Judge]) -> None:
         """Samples that came together go together; those of the training before held-out ones."""
-        trained = [judge.sample for judge in judges if judge.version is None]
-        held_out = [(judge.version, judge.sample) for judge in judges if judge.version is not None]
-        if trained:
-            await self._rewarder.judge.remote(self._ledger.rollouts(trained), True)
-        if held_out:
-            await self._rewarder.judge.remote([self._held_out.rollout(*one) for one in held_out], False)
+        for urgent in (True, False):
+            rollouts = [self._rollout(judge) for judge in judges if (judge.version is None) == urgent]
+            if rollouts:
+                await self._rewarder.judge.remote(rollouts, urgent)
 
     async def listen(self) -> None:
         """What functions and urls say, as it becomes known; until it is cancelled."""
@@ -48,14 +47,5 @@ class Judging:
                 if isinstance(told, Notice):
                     log.warning("%s", told.text)
                 else:
-                    self._tell(self._noted(told))
+                    self._tell(self._note(told))
         raise RuntimeError("the worker of reward functions ended its stream before the run was over")
-
-    def _noted(self, judged: Judged) -> SampleJudged:
-        if judged.id.group < 0:
-            self._held_out.judged(judged)
-            self._recorder.judged_held_out(judged)
-            return SampleJudged(judged.id, judged.version)
-        equal = self._ledger.add_judged(judged)
-        self._recorder.judged(judged)
-        return SampleJudged(judged.id, None, equal)

@@ -11,15 +11,15 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from conveyor.algorithms.metrics import Mean, Metrics, merge
 from conveyor.algorithms.objective import streaming_coefficients
 from conveyor.config import OnlineRecipe, RunError
+from conveyor.pipeline.event_record import REWARDS, EventRecord, Place
 from conveyor.pipeline.run_plan import RunPlan, ScorePart
 from conveyor.pipeline.step_metrics import drop_metrics, optim_metrics, sample_metrics
-from conveyor.report.events import JUDGE, Event, EventLog, read_events
+from conveyor.report.events import JUDGE, Event
 from conveyor.report.progress import MetricsLog
 from conveyor.report.timeline import busy_bound, step_idle
 from conveyor.run_folder import RunFolder
@@ -42,29 +42,11 @@ from conveyor.workers.reports import (
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    stage: str
-    group: str
-    index: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.stage} {self.index}" if self.stage == self.group else f"{self.stage} {self.group} {self.index}"
-
-    @property
-    def device(self) -> str:
-        """Workers of one slot of a group share its device, whatever their stage."""
-        return f"{self.group} {self.index}"
-
-
 LOST_STEPS = 10
 """Steps in a row without any finite gradient, after which a run ends."""
-REWARDS = _Worker("rewards", "rewards", 0)
 
 
-class Recorder:
+class Recorder(EventRecord):
     """Writes events.jsonl, samples.jsonl and metrics.jsonl; calls `on_step(row)` for each finished step."""
 
     def __init__(
@@ -75,12 +57,8 @@ class Recorder:
         on_step: Callable[[dict[str, Any]], None],
         clocks: Clocks | None = None,
     ) -> None:
-        self.recipe, self.plan, self.on_step = recipe, plan, on_step
-        self._clock_offsets = _clock_offsets(plan, clocks or Clocks())
-        # A resumed run's clock goes on where its earlier events end.
-        earlier = read_events(folder.events) if folder.events.exists() else []
-        self._zero = time.time() - max((event.end for event in earlier), default=0.0)
-        self._events = EventLog(folder.events)
+        super().__init__(plan, folder, clocks)
+        self.recipe, self.on_step = recipe, on_step
         self._metrics = MetricsLog(folder.metrics)
         self._evaluations = MetricsLog(folder.evaluations)
         self._samples_file = folder.samples.open("a", encoding="utf-8")
@@ -100,34 +78,18 @@ class Recorder:
         self.last_row: dict[str, Any] = {}
 
     def close(self) -> None:
-        self._events.close()
+        super().close()
         self._metrics.close()
         self._evaluations.close()
         self._samples_file.close()
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
-    def _event(
-        self,
-        worker: _Worker,
-        role: str,
-        task: str,
-        span: Span,
-        *,
-        step: int,
-        version: int,
-        micro_batch: int | None = None,
-        samples: Iterable[SampleId] = (),
-    ) -> None:
-        """`span` is of the worker's clock."""
-        zero = self._zero + self._clock_offsets.get(worker, 0.0)
-        names = tuple((sample.group, sample.sample) for sample in samples)
-        start, end = span.start - zero, span.end - zero
-        event = Event(worker.group, worker.name, role, task, step + 1, micro_batch, version, start, end, worker.device, names)
-        if task != JUDGE:
+    def _keep(self, event: Event) -> None:
+        super()._keep(event)
+        if event.task != JUDGE:
             self._recent.append(event)
-            self._last_of_device[worker.device] = event
-        self._events.append(event)
+            self._last_of_device[event.place] = event
 
     def admitted(self, engine: int, samples: Iterable[SampleId]) -> None:
         """The first step's clock starts with its first sample, later ones' where the last ended."""
@@ -137,20 +99,17 @@ class Recorder:
         self._in_flight |= {sample: (engine, now) for sample in samples}
 
     def sample(self, engine: int, step: int, done: SampleDone) -> None:
-        worker = _Worker("rollout", self.plan.rollout_group, engine)
+        worker = Place("rollout", self.plan.rollout_group, engine)
         self._in_flight.pop(done.id, None)
         self._event(worker, "rollout", "rollout", done.span, step=step, version=done.newest_version, samples=[done.id])
 
     def scored(self, part: ScorePart, worker: int, key: MicroBatchKey, report: ScoreReport) -> None:
-        where, roles = _Worker("score", part.group, worker), "+".join(part.roles)
+        where, roles = Place("score", part.group, worker), "+".join(part.roles)
         self._event(where, roles, "score", report.span, step=key.step, micro_batch=self._number(key), version=key.step)
 
     def judged(self, judged: Judged) -> None:
         """Its event and its failures are written when the sample's step is known."""
         self._judged[judged.id] = judged
-
-    def judged_held_out(self, judged: Judged) -> None:
-        self._event(REWARDS, "+".join(judged.rewards), JUDGE, judged.span, step=judged.version, version=judged.version, samples=[judged.id])
 
     def dropped(self, step: int, judged: Sequence[Judged]) -> None:
         """Dynamic sampling: a group that would have been of this step is left out."""
@@ -163,14 +122,6 @@ class Recorder:
         self._event(REWARDS, "+".join(judged.rewards), JUDGE, judged.span, step=step, version=judged.version, samples=[judged.id])
         failures: Metrics = {"reward/timeouts": Mean(judged.timeouts, 1), "reward/errors": Mean(judged.errors, 1)}
         self._failures[step] = merge([self._failures[step], failures])
-
-    def evaluated(self, engine: int, version: int, span: Span) -> None:
-        """A sample of a held-out prompt, finished or not."""
-        self._event(_Worker("rollout", self.plan.rollout_group, engine), "rollout", "evaluate", span, step=version, version=version)
-
-    def scored_evaluation(self, part: ScorePart, worker: int, version: int, report: ScoreReport) -> None:
-        where, roles = _Worker("score", part.group, worker), "+".join(part.rewards)
-        self._event(where, roles, "evaluate", report.span, step=version, version=version)
 
     def close_evaluation(self, line: dict[str, Any]) -> None:
         self._evaluations.append(line)
@@ -198,11 +149,11 @@ class Recorder:
 
     def checkpointed(self, train_group: int, step: int, span: Span) -> None:
         """`span` is of the driver's clock."""
-        ahead = self._clock_offsets.get(_Worker("train", self.plan.train_groups[train_group].group, 0), 0.0)
+        ahead = self._clock_offsets.get(Place("train", self.plan.train_groups[train_group].group, 0), 0.0)
         self._on_ranks(train_group, "checkpoint", step - 1, [Span(span.start + ahead, span.end + ahead)])
 
     def installed(self, group: str, role: str, worker: int, report: InstallReport) -> None:
-        where = _Worker("rollout" if role == "rollout" else "score", group, worker)
+        where = Place("rollout" if role == "rollout" else "score", group, worker)
         self._event(where, role, "install", report.span, step=report.version - 1, version=report.version)
 
     def _on_ranks(
@@ -217,7 +168,7 @@ class Recorder:
         """`samples`: each rank's share, where the task tells."""
         group = self.plan.train_groups[train_group]
         for rank, (span, share) in enumerate(zip(spans, samples or [[]] * len(spans), strict=True)):
-            worker, roles = _Worker("train", group.group, rank), "+".join(group.roles)
+            worker, roles = Place("train", group.group, rank), "+".join(group.roles)
             self._event(worker, roles, task, span, step=step, micro_batch=micro_batch, version=step, samples=share)
 
     def _number(self, key: MicroBatchKey) -> int:
@@ -252,7 +203,7 @@ class Recorder:
             )
         self._metrics.append(row)
         self._write_samples(step, rows)
-        self._events.flush()
+        self.flush()
         self.last_row = row
         self.on_step(row)
 
@@ -289,7 +240,7 @@ class Recorder:
     def _still_sampling(self, now: float) -> Iterator[Event]:
         """Samples of later steps have no event yet, but keep their engine busy."""
         for engine, start in self._in_flight.values():
-            worker = _Worker("rollout", self.plan.rollout_group, engine)
+            worker = Place("rollout", self.plan.rollout_group, engine)
             yield Event(worker.group, worker.name, "rollout", "rollout", -1, None, None, start, now, worker.device)
 
     def _write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
@@ -300,11 +251,3 @@ class Recorder:
                     "prompt_length": row.prompt_length, "response_length": row.response_length}  # fmt: skip
             self._samples_file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._samples_file.flush()
-
-
-def _clock_offsets(plan: RunPlan, clocks: Clocks) -> dict[_Worker, float]:
-    offsets = {_Worker("rollout", plan.rollout_group, i): offset for i, offset in enumerate(clocks.engines)}
-    offsets |= {_Worker("score", group, i): offset for group, some in clocks.scorers.items() for i, offset in enumerate(some)}
-    for group, ranks in zip(plan.train_groups, clocks.trainers, strict=False):
-        offsets |= {_Worker("train", group.group, rank): offset for rank, offset in enumerate(ranks)}
-    return offsets

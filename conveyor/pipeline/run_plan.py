@@ -50,6 +50,8 @@ class EvaluationPlan:
     every: int = 1
     """Versions from one evaluation to the next; the last is always evaluated."""
     in_bubbles: bool = True
+    in_flight: int | None = None
+    """Prompts that are sampled or scored at a time, at most; None: as many as engines take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import transformers
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, load_recipe
+from conveyor.config import LoopRecipe, OfflineRecipe, OnlineRecipe, UserError, load_recipe
 from conveyor.offline.run import run_offline
 from conveyor.pipeline.loop import run_online
 from conveyor.quickstart import task
@@ -154,6 +154,7 @@ class _Quickstart:
         if isinstance(recipe, OnlineRecipe) and available(recipe.ray).count < 2:
             overrides["devices"] = "{rollout: 0.5, train: 0.5}"
             recipe = load_recipe(self.folder / "recipes" / f"{name}.yaml", overrides)
+        assert not isinstance(recipe, LoopRecipe)
         last = run_offline(recipe) if isinstance(recipe, OfflineRecipe) else run_online(recipe)
         shutil.copytree(RunFolder(recipe.output_dir).model, self.folder / model)
         return last

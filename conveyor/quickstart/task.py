@@ -4,16 +4,19 @@
 
 The right answer is known, so everything can be generated: demonstrations of which half are sloppy (that is what fine-tuning
 learns, slips included, and what RLHF then has to unlearn), pairs of a better and a worse answer for the reward model, prompts
-for PPO, held-out prompts for the exact checker. Pure: the same seed gives the same rows.
+for PPO, held-out prompts for the exact checker; and for `recipes/tiny` single answers that are judged, and worked solutions whose
+every step is. Pure: the same seed gives the same rows.
 """
 
 from __future__ import annotations
 
 import random
 import string
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 INSTRUCTION = "Sort:"
 SHORTEST, LONGEST = 4, 6
@@ -45,15 +48,19 @@ class Sizes:
     pairs: int = 7_200
     pairs_heldout: int = 400
     prompts: int = 4_096
+    judged: int = 4_096
+    steps: int = 2_048
 
 
-Row = dict[str, str]
+Row = dict[str, Any]
 
 
 def generate(seed: int, sizes: Sizes = Sizes()) -> dict[str, list[Row]]:
     """File name → rows; no two rows of any files share a prompt, so the held-out prompts are met nowhere else.
 
     heldout, prompts: `prompt`, `answer` · sft: `prompt`, `completion` · pairs: `prompt`, `chosen`, `rejected`
+    judged: `prompt`, `completion`, `label` (right), `reward` (share of letters in their places), `class` (of its writer)
+    steps: `prompt`, `completions` (the sorted letters so far, one letter more each), `labels` (right)
     """
     rng = random.Random(seed)
     stream = problems(rng)
@@ -63,6 +70,8 @@ def generate(seed: int, sizes: Sizes = Sizes()) -> dict[str, list[Row]]:
         "pairs_heldout": [_pair(problem, rng) for problem in islice(stream, sizes.pairs_heldout)],
         "pairs": [_pair(problem, rng) for problem in islice(stream, sizes.pairs)],
         "prompts": [_question(problem) for problem in islice(stream, sizes.prompts)],
+        "judged": [_judged(problem, rng) for problem in islice(stream, sizes.judged)],
+        "steps": [_steps(problem, rng) for problem in islice(stream, sizes.steps)],
     }
 
 
@@ -124,3 +133,31 @@ def _demonstration(problem: Problem, rng: random.Random) -> Row:
 def _pair(problem: Problem, rng: random.Random) -> Row:
     right = "".join(sorted(problem.letters))
     return {"prompt": problem.prompt, "chosen": problem.answer, "rejected": written(mistake(right, rng))}
+
+
+def _judged(problem: Problem, rng: random.Random) -> Row:
+    """A careful writer is always right, a hasty one seldom."""
+    right, careful = "".join(sorted(problem.letters)), rng.random() < 0.5
+    given = right if careful or rng.random() < 0.2 else mistake(right, rng)
+    in_place = sum(one == other for one, other in zip(given, right, strict=False)) / max(len(given), len(right))
+    return {
+        "prompt": problem.prompt,
+        "completion": written(given),
+        "label": given == right,
+        "reward": round(in_place, 3),
+        "class": "careful" if careful else "hasty",
+    }
+
+
+def _steps(problem: Problem, rng: random.Random) -> Row:
+    """Half of the solutions slip at some step, and carry the mistake on."""
+    slips_at = rng.randint(2, len(problem.letters)) if rng.random() < 0.5 else None
+    so_far, completions, labels = "", [], []
+    for step, letter in enumerate(problem.letters, start=1):
+        place = bisect(so_far, letter)
+        so_far = so_far[:place] + letter + so_far[place:]
+        if step == slips_at:
+            so_far = slip(so_far, rng)
+        completions.append(written(so_far))
+        labels.append(so_far == "".join(sorted(problem.letters[:step])))
+    return {"prompt": problem.prompt, "completions": completions, "labels": labels}

@@ -20,7 +20,11 @@ from conveyor.workers.placement import Placement
 BACKEND = "cpu:gloo,cuda:nccl"
 
 
-def fit_here(recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBase, start: int) -> Iterator[MetricsRow]:
+Work = tuple[OfflineRecipe, Task, Task | None, PreTrainedTokenizerBase, int]
+"""Arguments of `fit`."""
+
+
+def fit_here(work: Work) -> Iterator[MetricsRow]:
     """Run the loop in this process, on all of its cores or its one GPU."""
     if not dist.is_initialized():
         # A group of one needs no port. It is left to the process: DeepSpeed keeps a reference and survives no second one.
@@ -28,12 +32,10 @@ def fit_here(recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokeni
         atexit.register(_leave)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    yield from fit(recipe, task, tokenizer, start)
+    yield from fit(*work)
 
 
-def fit_on(
-    placement: Placement, recipe: OfflineRecipe, task: Task[Any], tokenizer: PreTrainedTokenizerBase, start: int
-) -> Iterator[MetricsRow]:
+def fit_on(placement: Placement, work: Work) -> Iterator[MetricsRow]:
     """Run the loop on every device of the placement's group `train`; yields rank 0's rows as they come.
 
     A rank that fails ends the run with its error, even while others wait for it in a collective.
@@ -47,9 +49,9 @@ def fit_on(
     ]
     address, port = ray.get(workers[0].endpoint.remote())
     ray.get([worker.join.remote(address, port) for worker in workers])
-    work = ray.put((recipe, task, tokenizer, start))
-    rows = workers[0].fit.options(num_returns="streaming").remote(work)
-    others = [worker.fit_silently.remote(work) for worker in workers[1:]]
+    shared = ray.put(work)
+    rows = workers[0].fit.options(num_returns="streaming").remote(shared)
+    others = [worker.fit_silently.remote(shared) for worker in workers[1:]]
     try:
         yield from _rows(rows, others)
     except RayTaskError as error:
@@ -97,10 +99,10 @@ class FitWorker:
         backend = BACKEND if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=self._rank, world_size=self._ranks)
 
-    def fit(self, work: tuple[OfflineRecipe, Task[Any], PreTrainedTokenizerBase, int]) -> Iterator[MetricsRow]:
+    def fit(self, work: Work) -> Iterator[MetricsRow]:
         yield from fit(*work)
 
-    def fit_silently(self, work: tuple[OfflineRecipe, Task[Any], PreTrainedTokenizerBase, int]) -> None:
+    def fit_silently(self, work: Work) -> None:
         for _ in fit(*work):
             pass
 

@@ -298,7 +298,8 @@ class RolloutWorker:
             done(Rollout(prompt, sample, ids, turn.logprobs, turn.versions, turn.finish_reason, text))
 
         seed = sample_seed(self._seed, prompt.index, sample)
-        return partial(self._engine.abort, self._engine.add(prompt.token_ids, finished, seed=seed, temperature=temperature))
+        ids = prompt.sampling_ids or prompt.token_ids
+        return partial(self._engine.abort, self._engine.add(ids, finished, seed=seed, temperature=temperature))
 
     def _add_evaluation(self, prompt: Prompt, n: int, version: int, temperature: float | None, greedy: bool) -> None:
         if version == self._engine.version:

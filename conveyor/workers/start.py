@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError
 
 from conveyor.config import OnlineRecipe, RunError
 from conveyor.run_folder import RunFolder
 from conveyor.workers.clocks import Clocks, clock_offset
 from conveyor.workers.placement import Placement
+from conveyor.workers.rendezvous import rendezvous
 from conveyor.workers.reward import RewardWorker
 from conveyor.workers.rollout import RolloutWorker
 from conveyor.workers.score import ScoreWorker
@@ -107,7 +106,7 @@ def start_workers(
     }
     trainers = []
     for group, roles in trained:
-        address, port = _rendezvous(placement, group)
+        address, port = rendezvous(placement, group)
         size = placement.slots(group)
         meeting = {"address": address, "port": port, "world_size": size}
         ranks = [
@@ -128,19 +127,3 @@ def _score_roles(recipe: OnlineRecipe) -> dict[str, tuple[str, ...]]:
         group = recipe.role_group(role)
         groups[group] = (*groups.get(group, ()), role)
     return groups
-
-
-class _Door:
-    """Finds, on the node of rank 0, an address and port where the ranks of a train group meet."""
-
-    def find(self) -> tuple[str, int]:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-
-def _rendezvous(placement: Placement, group: str) -> tuple[str, int]:
-    door = placement.actor(_Door, group, 0, share=0.0)
-    found: tuple[str, int] = ray.get(door.find.remote())
-    ray.kill(door)
-    return found

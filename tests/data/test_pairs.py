@@ -1,31 +1,13 @@
-import json
-
 import pytest
 
 from conveyor.config import UserError, sections
 from conveyor.data.pairs import load_pairs
-from tests.tiny import tiny_tokenizer
-
-BOS, EOS, USER, ASSISTANT = 1, 2, 3, 4
-TOKENIZER = tiny_tokenizer()
+from tests.data.chats import ASSISTANT, BOS, EOS, TOKENIZER, USER, assistant, ids, user, write_jsonl
 
 
 def load(tmp_path, *rows, **data):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "pairs.jsonl", rows)
     return load_pairs(sections.Data(path=str(path), **data), TOKENIZER)
-
-
-def ids(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def plain(pair):
@@ -69,6 +51,18 @@ def test_many_turns_share_all_but_the_last(tmp_path):
     assert pair.chosen.ids[pair.chosen.mask].tolist() == [*ids("d"), EOS]
 
 
+def test_margins(tmp_path):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert [pair.margin for pair in load(tmp_path, row | {"margin": 2}, row, row | {"margin": -0.5})] == [2.0, None, -0.5]
+    assert [pair.margin for pair in load(tmp_path, row | {"margin": "large", "by": 1.5}, margin_column="by")] == [1.5]
+
+
+def test_the_prompts_own_column_goes_before_a_chat(tmp_path):
+    whole = [user("a"), assistant("b")]
+    (pair,) = load(tmp_path, {"prompt": "a", "messages": whole, "chosen": whole, "rejected": [user("a"), assistant("c")]})
+    assert pair.chosen.ids[pair.chosen.mask].tolist() == [*ids("b"), EOS]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -82,6 +76,15 @@ def test_many_turns_share_all_but_the_last(tmp_path):
         ({"chosen": "ab", "rejected": "a"}, "rejected: nothing follows the prompt"),
         ({"chosen": "ab", "rejected": [user("a")]}, "chosen and rejected must both be texts or both be messages"),
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("a")]}, "rejected: no assistant message to learn"),
+        ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a")]}, "rejected: nothing follows the prompt"),
+        ({"prompt": "x", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, "chosen: begins with a user"),
+        (
+            {"messages": [user("a"), assistant("b")], "chosen": "b", "rejected": "c"},
+            "messages: beside chosen and rejected it is the prompt",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "margin: must be a finite number, not '1'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "margin: must be a finite number, not True"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("inf")}, "margin: must be a finite number, not inf"),
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, row, message):

@@ -1,6 +1,8 @@
 import json
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from conveyor.config import UserError
@@ -71,6 +73,49 @@ def test_what_cannot_be_read_is_one_line_with_its_place(tmp_path, name, content,
     with pytest.raises(UserError, match=message) as error:
         read(write(tmp_path / name, content))
     assert "\n" not in str(error.value)
+
+
+def test_a_line_that_is_not_utf8_is_one_bad_row(tmp_path):
+    """Other lines and their numbers stay; a byte order mark moves nothing."""
+    path = write(tmp_path / "d.jsonl", b'\xef\xbb\xbf{"a": "\xfe"}\n{"a": "x\xc3"}\n\n{"a": "\xc3\xbc"}\n')
+    bad = BadRows("drop")
+    assert [(row.place, row.number, row.values) for row in read_rows(str(path), "train", bad)] == [(f"{path}:4", 2, {"a": "ü"})]
+    assert bad.dropped == 2 and str(bad.first) == f"{path}:1: not UTF-8 (byte 0xfe)"
+
+
+@pytest.mark.parametrize(("name", "text"), [("d.json", '["\n", "{}"]'), ("d.csv", "a\n{}\n")])
+def test_other_files_that_are_not_utf8_end_the_run(tmp_path, name, text):
+    path = write(tmp_path / name, b"\xef\xbb\xbf" + text.encode().replace(b"{}", b"\xff"))
+    with pytest.raises(UserError, match=rf"{name}:\d: not UTF-8 \(byte 0xff\)"):
+        read(path, "drop")
+
+
+def test_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path):
+    column = pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"a": column}), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=r"d.parquet: row 1: not UTF-8 \(byte 0xff\)"):
+        read(tmp_path / "d.parquet")
+    assert [(row.number, row.values) for row in read(tmp_path / "d.parquet", "drop")] == [(0, {"a": "a"}), (2, {"a": "c"})]
+
+
+def test_numbers_and_truth_values(tmp_path):
+    """CSV spells both as text; other formats have types."""
+    (cells,) = read(write(tmp_path / "d.csv", "x,y,z\n-1e-3, True ,1\n"))
+    assert (cells.finite("x"), cells.boolean("y"), cells.finite("z")) == (-0.001, True, 1.0)
+    (row,) = read(write(tmp_path / "d.jsonl", '{"x": "1", "y": "true", "z": 1, "big": 1' + "0" * 400 + "}"))
+    assert row.finite("z") == 1.0
+    for call, key, message in (
+        (row.finite, "x", "x: must be a finite number, not '1'"),
+        (row.finite, "big", "big: must be a finite number, not 1000"),
+        (row.finite, "w", "w: missing"),
+        (row.boolean, "y", "y: not boolean: must be true or false, not 'true'"),
+        (row.boolean, "z", "z: not boolean: must be true or false, not 1"),
+        (row.boolean, "w", "w: missing"),
+        (cells.boolean, "z", "z: not boolean: must be true or false, not '1'"),
+        (cells.finite, "y", "y: must be a finite number, not ' True '"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call(key)
 
 
 def test_missing_file_and_folder(tmp_path):

@@ -1,32 +1,15 @@
-import json
-
 import numpy as np
 import pytest
 
 from conveyor.config import UserError, sections
 from conveyor.data.sft import load_sft
+from tests.data.chats import ASSISTANT, BOS, EOS, TOKENIZER, USER, assistant, ids, user, write_jsonl
 from tests.tiny import tiny_tokenizer
-
-BOS, EOS, USER, ASSISTANT = 1, 2, 3, 4
-TOKENIZER = tiny_tokenizer()
 
 
 def load(tmp_path, *rows, tokenizer=TOKENIZER, **data):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "data.jsonl", rows)
     return load_sft(sections.Data(path=str(path), **data), tokenizer)
-
-
-def ids(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def learnt(sample):
@@ -61,6 +44,20 @@ def test_text_rows_are_learnt_whole(tmp_path):
 def test_train_on_all(tmp_path):
     (sample,) = load(tmp_path, {"prompt": "2+2=", "completion": "4"}, train_on="all")
     assert sample.mask.tolist() == [False] + [True] * (len(sample.ids) - 1)
+
+
+def test_train_on_assistant_passes_over_answers_without_text(tmp_path):
+    """A call of a tool, say; as a completion it would be malformed."""
+    prompt = [user("a"), assistant(""), user("c"), assistant("d"), user("e")]
+    (sample,) = load(tmp_path, {"prompt": prompt, "completion": "f"}, train_on="assistant")
+    assert learnt(sample) == [*ids("d"), EOS, *ids("f"), EOS]
+
+
+@pytest.mark.parametrize("apply", [True, False])
+def test_train_on_assistant_of_a_text_prompt_is_the_completion(tmp_path, apply):
+    rows = [{"prompt": "2+2=", "completion": "4"}]
+    one, other = (load(tmp_path, *rows, apply_chat_template=apply, train_on=on)[0] for on in ("assistant", "completion"))
+    assert one.mask.tolist() == other.mask.tolist() and not one.mask.all()
 
 
 def test_every_assistant_turn_is_learnt(tmp_path):
@@ -114,13 +111,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_many_but_not_for_
         ({"prompt": "a"}, "completion: missing"),
         ({"completion": "a"}, "prompt: missing"),
         ({"prompt": "a", "completion": ""}, "completion: empty"),
-        ({"prompt": "a", "completion": " "}, "completion: an assistant message is empty"),
+        ({"prompt": "a", "completion": " "}, "completion: empty"),
         ({"prompt": "a", "completion": 4}, "completion: must be text or a list of messages, not int"),
         ({"prompt": "a", "completion": "b</s>c"}, "text follows an end-of-sequence token within a completion"),
         ({"messages": [user("a")]}, "messages: no assistant message to learn"),
         ({"messages": [user("a"), assistant("")]}, "messages: an assistant message is empty"),
-        ({"messages": "a"}, "messages: must be text or a list of messages, not str"),
+        ({"messages": "a"}, "messages: must be a list of messages, not str"),
         ({"text": ""}, "text: empty"),
+        ({"text": " \n"}, "text: empty"),
         ({"x": 1, "y": 2}, "needs `messages`, `prompt` and `completion`, or `text`; has x, y"),
     ],
 )

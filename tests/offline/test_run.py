@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from conveyor.config import UserError, parse_recipe
 from conveyor.offline import fit as fit_module
 from conveyor.offline import run as run_module
-from conveyor.offline.reward_model import bradley_terry
 from conveyor.offline.run import check_offline, run_offline
 from conveyor.report.progress import MetricsLog, read_metrics
 from conveyor.workers.fit import fit_here
@@ -100,12 +99,6 @@ def test_micro_batches_and_packing_change_nothing_but_speed(recipe, tmp_path):
     assert closest(results[0], results[2]) < 1e-5
 
 
-def test_bradley_terry():
-    assert bradley_terry(torch.tensor([0.0])).item() == pytest.approx(np.log(2))
-    margins = np.array([-30.0, -1.0, 0.5, 200.0])
-    assert bradley_terry(torch.tensor(margins)).item() == pytest.approx(np.logaddexp(0, -margins).sum())
-
-
 def test_reward_model_learns_and_keeps_its_head(recipe, tmp_path, tiny_policy):
     first, *_, last = [
         run_offline(recipe("reward_model", train={"train_batch_size": 20, "steps": steps}, overwrite=True)) for steps in (1, 20)
@@ -156,9 +149,9 @@ def test_resumed_run_equals_one_that_never_stopped(recipe, tmp_path):
     (tmp_path / "run").rename(tmp_path / "whole")
 
     stopped = recipe(**settings)
-    task, tokenizer, _ = run_module._prepare(stopped)
+    task, held_out, tokenizer = run_module.read_task(stopped)
     folder = run_module.RunFolder.open(stopped)
-    rows = fit_here(stopped, task, tokenizer, 0)
+    rows = fit_here((stopped, task, held_out, tokenizer, 0))
     with MetricsLog(folder.metrics) as log:
         for _ in range(6):
             log.append(next(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ from conveyor.pipeline.loop import run_placed
 from conveyor.run_folder import RunFolder
 from conveyor.workers.placement import Placement
 from tests.conftest import ENGINE_ROLLOUT
+from tests.kept import KeptPlacement, KeptWorkers
 
 REWARD_FUNCTION = '''
 def vowels(prompts, completions, answer, **columns):
     """Share of vowels, so that almost every sample has its own reward."""
     return [sum(c in "aeiou" for c in text) / 10 + 0.01 * len(text) + 0.1 * wanted for text, wanted in zip(completions, answer)]
 '''
+
+
+Make = Callable[..., OnlineRecipe]
+Run = Callable[..., "Finished"]
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,14 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def make_recipe(tiny_policy: Path, tiny_reward_model: Path, prompts_file: Path, tmp_path: Path) -> Callable[..., OnlineRecipe]:
-    """`make_recipe(method, name, {"dotted.key": value})`"""
+@pytest.fixture(scope="session")
+def make_in(tiny_policy: Path, tiny_reward_model: Path, prompts_file: Path) -> Make:
+    """`make_in(folder, method, name, {"dotted.key": value})`; the run's folder is folder/name."""
 
-    def make(method: str, name: str, changes: dict[str, Any] | None = None) -> OnlineRecipe:
+    def make(folder: Path, method: str, name: str, changes: dict[str, Any] | None = None) -> OnlineRecipe:
         raw: dict[str, Any] = {
             "method": method,
-            "output_dir": str(tmp_path / name),
+            "output_dir": str(folder / name),
             "seed": 3,
             "model": {"path": str(tiny_policy)},
             "data": {"path": str(prompts_file), "max_prompt_length": 32},
@@ -95,15 +101,27 @@ def make_recipe(tiny_policy: Path, tiny_reward_model: Path, prompts_file: Path, 
 
 
 @pytest.fixture
-def run(engine: Any, restored: None) -> Callable[[OnlineRecipe], Finished]:
-    """Runs a recipe with the session's engine; it starts from whatever weights the last run left there."""
+def make_recipe(make_in: Make, tmp_path: Path) -> Make:
+    """`make_recipe(method, name, {"dotted.key": value})`"""
+    return partial(make_in, tmp_path)
 
-    def go(recipe: OnlineRecipe) -> Finished:
+
+@pytest.fixture(scope="session")
+def start(engine: Any, kept: KeptWorkers) -> Run:
+    """`start(recipe)` runs it with the session's engine, from whatever weights the last run left there. Its workers are made anew in
+    processes that have imported everything; with `cold`, in processes of its own, as a user's are."""
+
+    def go(recipe: OnlineRecipe, cold: bool = False) -> Finished:
         order = check_online(recipe)
         assert recipe.devices is not None
         devices = {group: count for group, count in recipe.devices.items() if group != "rollout"}
-        with Placement.create(devices, recipe.ray) as placement:
+        with Placement.create(devices, recipe.ray) if cold else KeptPlacement(kept, devices) as placement:
             run_placed(recipe, order, placement, engines=[engine], gradient_folder=Path(recipe.output_dir) / "gradient")
         return Finished(RunFolder(recipe.output_dir))
 
     return go
+
+
+@pytest.fixture
+def run(start: Run, restored: None) -> Run:
+    return start

@@ -2,30 +2,37 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from conveyor.config import OnlineRecipe
 from conveyor.pipeline.parity import compare
 from conveyor.run_folder import RunFolder
-from tests.online.conftest import Finished, largest_difference
+from tests.online.conftest import Finished, Make, Run, largest_difference
 
-Make = Callable[..., OnlineRecipe]
-Run = Callable[[OnlineRecipe], Finished]
+PPO_SEVERAL_UPDATES = {"train.steps": 4, "train.train_batch_size": 6, "algorithm.normalize": "update", "algorithm.update_epochs": 2}
 
-PPO_SEVERAL_UPDATES = {"train.train_batch_size": 6, "algorithm.normalize": "update", "algorithm.update_epochs": 2}
+
+@pytest.fixture(scope="module")
+def ppo(make_in: Make, start: Run, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """What others are compared with: overlapped, uninterrupted."""
+    return start(make_in(tmp_path_factory.mktemp("runs"), "ppo", "ppo", PPO_SEVERAL_UPDATES), cold=True)
+
+
+@pytest.fixture(scope="module")
+def grpo(make_in: Make, start: Run, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """What others are compared with: overlapped, in prompt order, without evaluation."""
+    return start(make_in(tmp_path_factory.mktemp("runs"), "grpo", "grpo"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "changes"), [("ppo", PPO_SEVERAL_UPDATES), ("grpo", {})])
 def test_overlap_on_and_off_are_equal_bit_for_bit(
-    method: str, changes: dict[str, Any], make_recipe: Make, run: Run, tiny_policy: Path
+    method: str, changes: dict[str, Any], make_recipe: Make, run: Run, tiny_policy: Path, request: pytest.FixtureRequest
 ) -> None:
-    on = run(make_recipe(method, "on", changes))
+    on = request.getfixturevalue(method)
     off = run(make_recipe(method, "off", changes | {"pipeline.overlap": False}))
     found = compare(off.folder, on.folder, tolerance=0.0)
     assert found.holds and found.parameters.largest == found.gradient.largest == 0
@@ -36,13 +43,12 @@ def test_overlap_on_and_off_are_equal_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_completion_order_and_another_micro_batch_size_agree_closely(make_recipe: Make, run: Run) -> None:
-    by_prompt = run(make_recipe("grpo", "prompt"))
+def test_completion_order_and_another_micro_batch_size_agree_closely(grpo: Finished, make_recipe: Make, run: Run) -> None:
     other = run(make_recipe("grpo", "completion", {"pipeline.order": "completion", "pipeline.micro_batch_size": 3}))
-    found = compare(by_prompt.folder, other.folder, tolerance=1e-4)
+    found = compare(grpo.folder, other.folder, tolerance=1e-4)
     assert found.gradient.relative < 1e-6 and found.parameters.relative < 1e-4 and found.holds
     assert found.parameters.largest > 0, "the order of the sums is another, so some bit differs"
-    assert not compare(by_prompt.folder, other.folder, tolerance=0.0).holds
+    assert not compare(grpo.folder, other.folder, tolerance=0.0).holds
 
 
 @pytest.mark.slow
@@ -58,7 +64,7 @@ def test_on_policy_ratio_is_one_and_the_engine_agrees_with_the_trainer_after_eve
 def test_two_zero3_ranks_equal_one_rank(make_recipe: Make, run: Run) -> None:
     """12 samples in micro-batches of 5, 5 and 2: a rank's shares are uneven, so are their numbers of tokens."""
     one = run(make_recipe("ppo", "one"))
-    two = run(make_recipe("ppo", "two", {"devices": {"rollout": 1, "score": 1, "train": 2}, "train.zero_stage": 3}))
+    two = run(make_recipe("ppo", "two", {"devices": {"rollout": 1, "score": 1, "train": 2}, "train.zero_stage": 3}), cold=True)
     assert largest_difference(one.weights(), two.weights()) < 1e-5
     assert one.rows[-1]["tokens"] == two.rows[-1]["tokens"]
 
@@ -83,10 +89,12 @@ def test_whitening_while_streaming_equals_whitening_behind_the_barrier(make_reci
 
 
 @pytest.mark.slow
-def test_evaluation_in_bubbles_changes_no_bit_of_the_training(make_recipe: Make, run: Run, prompts_file: Path) -> None:
+def test_evaluation_in_bubbles_changes_no_bit_of_the_training(
+    grpo: Finished, make_recipe: Make, run: Run, prompts_file: Path
+) -> None:
     evaluate = {"evaluate": {"path": str(prompts_file), "max_prompts": 6, "n_samples_per_prompt": 2}}
-    plain, evaluated = run(make_recipe("grpo", "plain")), run(make_recipe("grpo", "evaluated", evaluate))
-    assert largest_difference(plain.weights(), evaluated.weights()) == 0
+    evaluated = run(make_recipe("grpo", "evaluated", evaluate))
+    assert largest_difference(grpo.weights(), evaluated.weights()) == 0
     lines = [json.loads(line) for line in evaluated.folder.evaluations.read_text().splitlines()]
     assert [line["version"] for line in lines] == [0, 1, 2, 3]
     assert lines[-1]["eval/coverage"] == 1 and lines[-1]["eval/samples"] == 12
@@ -112,12 +120,12 @@ def test_a_run_killed_with_groups_in_flight_trains_every_group_once(make_recipe:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(make_recipe: Make, run: Run) -> None:
-    whole = run(make_recipe("ppo", "whole", PPO_SEVERAL_UPDATES | {"train.steps": 4}))
-    run(make_recipe("ppo", "parts", PPO_SEVERAL_UPDATES | {"train.steps": 4, "checkpoint.every": 2}))
-    parts = make_recipe("ppo", "parts", PPO_SEVERAL_UPDATES | {"train.steps": 4, "checkpoint.every": 2, "checkpoint.resume": True})
+def test_a_resumed_run_equals_an_uninterrupted_one(ppo: Finished, make_recipe: Make, run: Run) -> None:
+    changes = PPO_SEVERAL_UPDATES | {"checkpoint.every": 2}
+    run(make_recipe("ppo", "parts", changes))
+    parts = make_recipe("ppo", "parts", changes | {"checkpoint.resume": True})
     shutil.rmtree(RunFolder(parts.output_dir).checkpoints / "step_4")  # as if it had been killed in the third step
-    resumed = run(parts)
-    assert largest_difference(whole.weights(), resumed.weights()) == 0
+    resumed = run(parts, cold=True)
+    assert largest_difference(ppo.weights(), resumed.weights()) == 0
     assert [row["step"] for row in resumed.rows] == [1, 2, 3, 4]
-    assert [row["reward/mean"] for row in whole.rows] == [row["reward/mean"] for row in resumed.rows]
+    assert [row["reward/mean"] for row in ppo.rows] == [row["reward/mean"] for row in resumed.rows]

@@ -1,17 +1,12 @@
 """What a run leaves behind, and how it ends when something goes wrong."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conveyor.config import OnlineRecipe
-from tests.online.conftest import Finished
-
-Make = Callable[..., OnlineRecipe]
-Run = Callable[[OnlineRecipe], Finished]
+from tests.online.conftest import Make, Run
 
 
 @pytest.mark.slow
@@ -39,6 +34,6 @@ def test_a_reward_function_that_raises_ends_the_run_and_names_the_row(make_recip
     (tmp_path / "broken.py").write_text("def reward(prompts, completions, **columns):\n    raise KeyError('no such column')\n")
     recipe = make_recipe("grpo", "broken", {"rewards": [{"name": "broken", "function": f"{tmp_path / 'broken.py'}:reward"}]})
     with pytest.raises(Exception, match="no such column") as caught:
-        run(recipe)
+        run(recipe, cold=True)
     assert "row" in str(caught.value)
     assert not (Path(recipe.output_dir) / "model").exists()

@@ -13,9 +13,10 @@ from ray.exceptions import RayActorError
 from conveyor.algorithms.metrics import Mean
 from conveyor.config import OnlineRecipe, parse_recipe
 from conveyor.data.prompts import PromptOrder
-from conveyor.pipeline.executor import Executor, SyncError, WorkerDied
+from conveyor.pipeline.executor import Executor, SyncError
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import run_plan
+from conveyor.pipeline.sampling_executor import WorkerDied
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, SampleId

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conveyor.pipeline.recorder import _Worker
+from conveyor.pipeline.event_record import Place
 from conveyor.pipeline.run_plan import RunPlan, ScorePart, TrainGroup
 from conveyor.plan.costs import Linear, TaskCosts, TrainerCosts
 from conveyor.plan.engines import FixedDurations, Iterations
@@ -170,7 +170,7 @@ def _assert_exclusive(run: Simulation) -> None:
 
 def test_workers_and_devices_have_the_names_of_a_run() -> None:
     for stage, group in (("train", "train"), ("score", "train"), ("rollout", "gpus")):
-        worker = _Worker(stage, group, 3)
+        worker = Place(stage, group, 3)
         assert _names(stage, group, 3) == (worker.name, worker.device)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conveyor.quickstart import task
 from conveyor.quickstart.task import Problem, Sizes, generate, is_right, mistake, problems, slip
 
-SMALL = Sizes(heldout=60, demonstrations=400, pairs_heldout=50, pairs=300, prompts=200)
+SMALL = Sizes(heldout=60, demonstrations=400, pairs_heldout=50, pairs=300, prompts=200, judged=300, steps=200)
 SORTED = st.sets(st.sampled_from("abcdefghijklmnopqrstuvwxyz"), min_size=task.SHORTEST, max_size=task.LONGEST).map(
     lambda letters: "".join(sorted(letters))
 )
@@ -44,7 +44,7 @@ def test_the_checker_takes_the_exact_answer_only(response, right):
 
 def test_no_prompt_is_met_twice(rows):
     prompts = [row["prompt"] for of_file in rows.values() for row in of_file]
-    assert len(set(prompts)) == len(prompts) == 60 + 400 + 50 + 300 + 200
+    assert len(set(prompts)) == len(prompts) == 60 + 400 + 50 + 300 + 200 + 300 + 200
 
 
 def test_the_full_files_keep_the_heldout_prompts_apart():
@@ -62,6 +62,8 @@ def test_rows_have_the_columns_that_recipes_read(rows):
         "sft": {frozenset(("prompt", "completion"))},
         "pairs": {frozenset(("prompt", "chosen", "rejected"))},
         "pairs_heldout": {frozenset(("prompt", "chosen", "rejected"))},
+        "judged": {frozenset(("prompt", "completion", "label", "reward", "class"))},
+        "steps": {frozenset(("prompt", "completions", "labels"))},
     }
 
 
@@ -74,6 +76,27 @@ def test_of_a_pair_the_chosen_answer_is_right_and_the_rejected_is_not(rows):
     for row in rows["pairs"]:
         assert is_right(row["chosen"], answer_of(row["prompt"]))
         assert not is_right(row["rejected"], answer_of(row["prompt"]))
+
+
+def test_an_answer_is_judged_by_its_letters(rows):
+    for row in rows["judged"]:
+        right = is_right(row["completion"], answer_of(row["prompt"]))
+        assert row["label"] is right
+        assert (row["reward"] == 1.0) is right
+        assert right or row["class"] == "hasty"
+    assert {row["label"] for row in rows["judged"]} == {True, False}
+
+
+def test_the_steps_of_a_solution_are_right_up_to_its_slip(rows):
+    slipped = 0
+    for row in rows["steps"]:
+        letters = row["prompt"].removeprefix("Sort: ").split(" ")
+        right = [step == " ".join(sorted(letters[: i + 1])) for i, step in enumerate(row["completions"])]
+        assert row["labels"] == right
+        assert len(right) == len(letters)
+        assert right == sorted(right, reverse=True)
+        slipped += not right[-1]
+    assert 0.4 < slipped / len(rows["steps"]) < 0.6
 
 
 def test_the_seed_decides(rows):

@@ -1,0 +1,106 @@
+"""The rules that span sections of recipes without a pipeline: offline methods and loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from conveyor.config.loops import IterativeDpoRecipe, LoopRecipe, RejectionSamplingRecipe, RsoRecipe
+from conveyor.config.offline import BcoRecipe, Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe
+from conveyor.config.reward_rules import broken_reward_rules
+
+Broken = Iterator[tuple[str, str]]
+"""(key, reason) of every rule that is broken."""
+
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cpo")
+"""Losses of pairs that allow for wrong labels."""
+
+
+def broken_offline_rules(recipe: OfflineRecipe | LoopRecipe) -> list[tuple[str, str]]:
+    """(key, reason) for every rule between sections that the recipe breaks."""
+    broken = [*_train(recipe)]
+    if isinstance(recipe, DpoRecipe | RsoRecipe | IterativeDpoRecipe):
+        broken += _dpo(recipe.dpo)
+    if isinstance(recipe, DpoRecipe) and recipe.reference is not None and not recipe.dpo.needs_reference:
+        broken.append(("reference", f"{recipe.dpo.loss} asks no reference"))
+    if isinstance(recipe, KtoRecipe) and recipe.updated_rows < 2:
+        broken.append(("train.train_batch_size", "the KL term pairs a prompt with another row's completion, so an update needs 2 rows"))
+    if isinstance(recipe, ConditionalSftRecipe):
+        broken += _condition(recipe.condition)
+    if isinstance(recipe, LoopRecipe):
+        broken += _loop(recipe)
+    return broken
+
+
+def _train(recipe: OfflineRecipe | LoopRecipe) -> Broken:
+    train = recipe.train
+    if train.offload_optimizer and train.zero_stage == 0:
+        yield "train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"
+    for key in ("critic_learning_rate", "critic_warmup_steps"):
+        if getattr(train, key):
+            yield f"train.{key}", f"{recipe.method} has no critic"
+
+
+def _dpo(dpo: Dpo) -> Broken:
+    if dpo.length_normalize is False and dpo.loss in ("simpo", "orpo"):
+        yield "dpo.length_normalize", f"{dpo.loss} is defined on length-averaged log-probs"
+    if dpo.label_smoothing and dpo.loss not in SMOOTHED:
+        yield "dpo.label_smoothing", f"{dpo.loss} knows no wrong labels; only {', '.join(SMOOTHED)} do"
+    if dpo.label_smoothing == 0 and dpo.loss == "exo_pair":
+        yield "dpo.label_smoothing", "exo_pair takes the logarithm of it, so it must be more than 0 (its paper: 0.001)"
+    if dpo.margin is not None and dpo.loss not in ("simpo", "slic"):
+        yield "dpo.margin", f"{dpo.loss} has none; only simpo and slic do"
+
+
+def _condition(condition: Condition) -> Broken:
+    for mark in ("{prompt}", "{condition}"):
+        if condition.template.count(mark) != 1:
+            yield "condition.template", f"must hold {mark} once"
+    if condition.kind == "class":
+        if not condition.classes:
+            yield "condition.classes", "name the classes, each with its text: {expert: {text: Expert, weight: 1.0}, …}"
+        elif condition.target is not None and str(condition.target) not in condition.classes:
+            yield "condition.target", f"no class is named {condition.target}; there are {', '.join(condition.classes)}"
+        for key in ("mean", "std"):
+            if getattr(condition, key) is not None:
+                yield f"condition.{key}", "is of kind score"
+    else:
+        if condition.classes:
+            yield "condition.classes", "are of kind class"
+        if isinstance(condition.target, str):
+            yield "condition.target", f"must be a number of standard deviations above the mean, not {condition.target!r}"
+
+
+def _loop(recipe: LoopRecipe) -> Broken:
+    n, rounds = recipe.rollout.n_samples_per_prompt, recipe.rounds.count
+    if not recipe.rewards:
+        yield "rewards", f"{recipe.method} needs at least one"
+    yield from broken_reward_rules(recipe.rewards)
+    for reward in recipe.rewards:
+        if reward.normalize != "none":
+            yield f"rewards.{reward.name}.normalize", f"{recipe.method} compares the samples of one prompt; use none"
+    if n < 2:
+        yield "rollout.n_samples_per_prompt", f"{recipe.method} chooses among the samples of a prompt, so it needs 2 or more"
+    if n > recipe.rollout.max_concurrent_requests:
+        yield "rollout.max_concurrent_requests", f"a group of {n} samples does not fit"
+    if recipe.rollout.dynamic_sampling:
+        yield "rollout.dynamic_sampling", "is of online methods"
+    if isinstance(recipe, RejectionSamplingRecipe) and recipe.select.keep > n:
+        yield "select.keep", f"more than the {n} samples of a prompt"
+    if isinstance(recipe, RsoRecipe) and not 2 <= recipe.select.accept <= n:
+        yield "select.accept", f"pairs are made of the accepted: between 2 and the {n} samples of a prompt"
+    if isinstance(recipe, IterativeDpoRecipe):
+        yield from _pairs(recipe, rounds)
+    if isinstance(recipe, RejectionSamplingRecipe) and recipe.rounds.reference is not None:
+        yield "rounds.reference", "rejection_sampling has none"
+
+
+def _pairs(recipe: IterativeDpoRecipe, rounds: int) -> Broken:
+    select = recipe.select
+    if select.max_pairs is not None and select.pairs != "all":
+        yield "select.max_pairs", f"{select.pairs} makes one pair of a prompt"
+    if select.pairs == "max_uncertainty" and len(recipe.rewards) < 2:
+        yield "select.pairs", "max_uncertainty compares the rewards of an ensemble; name two or more"
+    if select.etas and len(select.etas) != rounds:
+        yield "select.etas", f"{len(select.etas)} values for {rounds} rounds"
+    if any(later >= earlier for earlier, later in zip(select.etas, select.etas[1:], strict=False)):
+        yield "select.etas", "must fall from round to round"

@@ -1,0 +1,102 @@
+"""Conditional SFT: samples whose prompt says how good the completion is, or from which class of sources it comes.
+
+Conditioning on a reward: Decision Transformer (arXiv 2106.01345) and SteerLM (arXiv 2310.05344); on a class, with a weight for
+each (C-RLFT): OpenChat (arXiv 2309.11235), loss −Σ w_c log π(y | x, c).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from conveyor.config import UserError, sections
+from conveyor.config.offline import Condition
+from conveyor.data.conditions import apply_template
+from conveyor.data.loading import Meaning, load_items
+from conveyor.data.rows import BadRows, Row, RowError, read_rows
+from conveyor.data.samples import Content, Sample, draft, prompt_and_completion
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    sample: Sample
+    weight: float
+    """Factor of its loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Normalisation:
+    """Rewards become (r − mean) / std."""
+
+    mean: float
+    std: float
+
+    def text(self, reward: float, decimals: int) -> str:
+        """The normalised reward as the prompt spells it; minus zero is zero."""
+        written = f"{(reward - self.mean) / self.std:.{decimals}f}"
+        return written if float(written) else f"{0.0:.{decimals}f}"
+
+
+def load_conditional(
+    data: sections.Data, condition: Condition, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None
+) -> tuple[list[Weighted], Normalisation | None]:
+    """The samples of `data.path` (or of `path`, in the same form) with their condition in the prompt, each of `data.max_length`
+    tokens at most; and, of kind score, the normalisation: `condition`'s mean and std, which default to those of this file's rewards.
+    For a held-out file put those of the training file into `condition`.
+
+    A row has a prompt and a `completion`, or a chat whose last assistant message is the completion; beside it, by the
+    condition's kind, a finite number under `data.reward_column` or one of `condition.classes` under `data.class_column`. The
+    condition is put to a text prompt, or to the last user message.
+
+    Raises:
+        UserError: a malformed or over-long row where the recipe says so, no sample is left, or all rewards are equal.
+    """
+    normalisation = _fit(data, condition, path) if condition.kind == "score" else None
+
+    def meaning(row: Row) -> Meaning[Weighted]:
+        if normalisation is None:
+            text, weight = _of_class(row, data, condition)
+        else:
+            text, weight = normalisation.text(row.finite(data.reward_column), condition.decimals), 1.0
+        prompt, completion, key = prompt_and_completion(row, data)
+        conditioned = _conditioned(row, condition.template.replace("{condition}", text), prompt)
+        return Meaning((draft(row, conditioned, completion, key, data.apply_chat_template),), lambda sample: [Weighted(sample, weight)])
+
+    return load_items(data, tokenizer, meaning, path=path, train_on=data.train_on), normalisation
+
+
+def _fit(data: sections.Data, condition: Condition, path: str | None) -> Normalisation:
+    """Mean and population deviation of the rewards that can be read; rows without one are malformed, as `load_items` finds."""
+    if condition.mean is not None and condition.std is not None:
+        return Normalisation(condition.mean, condition.std)
+    source, rewards = path or data.path, list[float]()
+    for row in read_rows(source, data.split, BadRows("drop"), "data.eval_path" if path else "data.path"):
+        try:
+            rewards.append(row.finite(data.reward_column))
+        except RowError:
+            continue
+    if not rewards:
+        return Normalisation(0.0, 1.0)
+    if condition.std is None and min(rewards) == max(rewards):
+        raise UserError(f"{source}: {data.reward_column} is {rewards[0]:g} in every row: there is nothing to condition on")
+    mean = float(np.mean(rewards)) if condition.mean is None else condition.mean
+    return Normalisation(mean, float(np.std(rewards)) if condition.std is None else condition.std)
+
+
+def _of_class(row: Row, data: sections.Data, condition: Condition) -> tuple[str, float]:
+    name = row.values.get(data.class_column)
+    if name is None:
+        raise row.error(f"{data.class_column}: missing")
+    known = condition.classes.get(name) if isinstance(name, str) else None
+    if known is None:
+        raise row.error(f"{data.class_column}: unknown class {name!r}; one of {', '.join(condition.classes)}")
+    return known.text, known.weight
+
+
+def _conditioned(row: Row, template: str, prompt: Content) -> Content:
+    try:
+        return apply_template(template, prompt)
+    except ValueError as error:
+        raise row.error(str(error)) from None

@@ -1,0 +1,1 @@
+"""Loops that join sampling to training: rounds of sample → score → select → fit."""

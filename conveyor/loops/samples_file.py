@@ -1,0 +1,85 @@
+"""A round's samples on disk: one line a prompt, with all its samples and what rewards say of them.
+
+Lines are appended as prompts are finished, to a file beside; when all are there it is put in prompt order and given its name. So a
+round that was killed goes on with the prompts that have no whole line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from conveyor.data.samples import Sample
+from conveyor.pipeline.sampling import Sampled
+from conveyor.report.jsonl import read_objects
+from conveyor.run_folder import write_lines
+
+Line = dict[str, Any]
+"""index, row (1-based), prompt, prompt_ids, samples: [{response, response_ids, finish_reason, rewards, score}]."""
+
+
+class SamplesFile:
+    """`with SamplesFile(path) as file: file.append(sampled)`, then `complete`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._partial = path.with_name(f".{path.name}.growing")
+        self._open: TextIO | None = None
+
+    def done(self) -> set[int]:
+        """Indices of the prompts that have a whole line. Cuts off a line that a kill left unfinished."""
+        if not self._partial.exists():
+            return set()
+        whole = self._partial.read_bytes()
+        self._partial.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        return {line["index"] for _, line in read_objects(self._partial)}
+
+    def append(self, sampled: Sampled) -> None:
+        assert self._open is not None
+        self._open.write(json.dumps(_line(sampled), ensure_ascii=False) + "\n")
+        self._open.flush()
+
+    def complete(self) -> None:
+        """Give the file its name, its lines in prompt order."""
+        lines = sorted((line for _, line in read_objects(self._partial)), key=lambda line: int(line["index"]))
+        write_lines(self.path, lines)
+        self._partial.unlink()
+
+    def __enter__(self) -> SamplesFile:
+        self._partial.parent.mkdir(parents=True, exist_ok=True)
+        self._open = self._partial.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.close()
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    return (line for _, line in read_objects(path))
+
+
+def _line(sampled: Sampled) -> Line:
+    prompt = sampled.prompt
+    samples = [
+        {
+            "response": rollout.text,
+            "response_ids": rollout.response_ids.tolist(),
+            "finish_reason": rollout.finish_reason,
+            "rewards": dict(rewards),
+            "score": score,
+        }
+        for rollout, rewards, score in zip(sampled.rollouts, sampled.rewards, sampled.scores, strict=True)
+    ]
+    told = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
+    return {"index": prompt.index, "row": prompt.row + 1, "prompt": told, "prompt_ids": list(prompt.token_ids), "samples": samples}
+
+
+def tokens_of(prompt_ids: Sequence[int], response_ids: Sequence[int], place: str) -> Sample:
+    """Exactly the tokens that were sampled, after those of the prompt; no end is invented where the sample was cut."""
+    mask = np.arange(len(prompt_ids) + len(response_ids)) >= len(prompt_ids)
+    return Sample(np.array([*prompt_ids, *response_ids], dtype=np.int32), mask, place)

@@ -1,0 +1,100 @@
+"""Log-probabilities under the reference: asked once, before training, and kept on disk.
+
+The reference never changes, and which samples it is asked about is known before the first update. So no second model stays in memory
+while the first is trained, and several passes, or several runs with the same folder, ask it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch import distributed as dist
+from transformers import AutoConfig, PreTrainedModel
+
+from conveyor.config import sections
+from conveyor.data.samples import Sample
+from conveyor.models.language_model import load_language_model
+from conveyor.models.sample_logprobs import sample_logprobs
+
+
+def reference_logprobs(model: sections.Model, samples: Sequence[Sample], folder: Path, batch: int, device: torch.device) -> Tensor:
+    """float32 [M]: of each sample's masked tokens, from the folder if they are there, else computed on all ranks and written there.
+
+    Args:
+        batch: samples in one pass of a rank.
+    """
+    digest = _digest(model, samples)
+    file = folder / f"{digest}.safetensors"
+    if not _everywhere(file.is_file()):
+        values = over_ranks(_load(model, device), samples, batch)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            aside = file.with_name(f".{file.name}.partial")
+            save_file({"logprobs": values}, str(aside))
+            aside.replace(file)
+        return values
+    return load_file(str(file))["logprobs"]
+
+
+@torch.no_grad()
+def over_ranks(model: PreTrainedModel, samples: Sequence[Sample], batch: int) -> Tensor:
+    """float32 [M]: log-probs of the samples, on the CPU of every rank; each rank computes a share. `model` is whole on each."""
+    return shared_out(lambda some: sample_logprobs(model, some), samples, batch)
+
+
+def shared_out(compute: Any, samples: Sequence[Sample], batch: int) -> Tensor:
+    """float32 [M] on the CPU of every rank of `compute(some samples) -> [m]`, called as often on every rank, with samples of like lengths."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    order = sorted(range(len(samples)), key=lambda place: len(samples[place].ids), reverse=True)
+    found = torch.zeros(len(samples))
+    for first in range(0, len(order), batch * ranks):
+        places = order[first : first + batch * ranks]
+        mine = places[rank::ranks]
+        values = compute([samples[place] for place in mine or places[:1]])
+        if mine:
+            found[torch.tensor(mine)] = values.detach().float().cpu()
+    if ranks > 1:
+        parts: list[Any] = [None] * ranks
+        dist.all_gather_object(parts, found)
+        found = torch.stack(parts).sum(0)  # every place is of one rank, 0 on the others
+    return found
+
+
+def _everywhere(there: bool) -> bool:
+    """Whether all ranks say so; without a shared file system they may not, and then all compute."""
+    parts: list[Any] = [there] * dist.get_world_size()
+    if dist.get_world_size() > 1:
+        dist.all_gather_object(parts, there)
+    return all(parts)
+
+
+def _load(model: sections.Model, device: torch.device) -> PreTrainedModel:
+    plain = model.model_copy(update={"gradient_checkpointing": False})
+    loaded: Any = load_language_model(plain)
+    return loaded.to(device).requires_grad_(False).eval()
+
+
+def _digest(model: sections.Model, samples: Sequence[Sample]) -> str:
+    """Changes with the weights, the type they are computed in, and every token and mask."""
+    found = hashlib.sha256(json.dumps([model.dtype, _weights(model.path)]).encode())
+    for sample in samples:
+        found.update(len(sample.ids).to_bytes(8, "little"))
+        found.update(sample.ids.tobytes())
+        found.update(sample.mask.tobytes())
+    return found.hexdigest()[:32]
+
+
+def _weights(path: str) -> Any:
+    """What tells one model from another: files with their sizes and times, or the commit of a hub id."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"])
+        return [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return [path, getattr(AutoConfig.from_pretrained(path), "_commit_hash", None)]

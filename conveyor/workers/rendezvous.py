@@ -1,0 +1,33 @@
+"""Where the ranks of a train group meet. Beside nothing that loads models: the process that looks for a port starts in a second."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import ray
+
+if TYPE_CHECKING:
+    from conveyor.workers.placement import Placement
+
+ALONE = ("127.0.0.1", 0)
+"""A rank without others listens on any free port of its own."""
+
+
+class _Door:
+    """Finds, on the node of rank 0, an address and port."""
+
+    def find(self) -> tuple[str, int]:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+
+def rendezvous(placement: Placement, group: str) -> tuple[str, int]:
+    """(address, port) where rank 0 of a train group shall listen."""
+    if placement.slots(group) == 1:
+        return ALONE
+    door = placement.actor(_Door, group, 0, share=0.0)
+    found: tuple[str, int] = ray.get(door.find.remote())
+    ray.kill(door)
+    return found
