@@ -48,7 +48,7 @@ learn: $(STAMP)
 lint: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
+	nice $(RUN) -m mypy
 
 smollm2: $(STAMP)
 	$(RUN) examples/smollm2/fetch.py

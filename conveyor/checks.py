@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
 from conveyor.config import OnlineRecipe, UserError, sections
+from conveyor.data.completions import Completed, load_completions
 from conveyor.data.mixture import Mixture
 from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
@@ -74,6 +75,31 @@ def check_sampling(recipe: OnlineRecipe, template: str | None = None) -> list[Pr
     return prompts
 
 
+def check_scoring(recipe: OnlineRecipe) -> list[Completed]:
+    """What scoring responses needs; returns those of `data.path`. Without a model in `model.path` there is no tokenizer.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    RunFolder.check(recipe)
+    models = {key: model for key, model in _models(recipe).items() if model.path}
+    for key, model in models.items():
+        check_folder_or_hub_id(key, model.path)
+    functions = _reward_functions(recipe)
+    _check_tokens(recipe)
+    _check_heads(recipe)
+    check_devices(planned_devices(recipe), available(recipe.ray))
+    limits = [
+        limit
+        for key, model in models.items()
+        if key != "model.path" and (limit := getattr(read_model_config(key, model.path), "max_position_embeddings", None)) is not None
+    ]
+    tokenizer = load_tokenizer(recipe.model) if recipe.model.path else None
+    completions = load_completions(recipe.data, tokenizer, limit=min(limits, default=None))
+    _check_columns(recipe, functions, completions)
+    return completions
+
+
 def _check_settings(recipe: OnlineRecipe) -> Functions:
     """All that needs no data; returns the reward functions."""
     RunFolder.check(recipe)
@@ -88,7 +114,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     return functions
 
 
-def _check_columns(recipe: OnlineRecipe, functions: Functions, prompts: list[Prompt], where: str = "") -> None:
+def _check_columns(recipe: OnlineRecipe, functions: Functions, prompts: Sequence[Prompt], where: str = "") -> None:
     """Functions take what these prompts have."""
     if not prompts:
         return
@@ -141,9 +167,7 @@ def _check_teacher(recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         raise UserError(f"reference.path: the teacher {recipe.reference.path} has another vocabulary than {recipe.model.path}")
 
 
-def load_held_out(
-    recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase | None = None, template: str | None = None
-) -> list[Prompt]:
+def load_held_out(recipe: OnlineRecipe, tokenizer: PreTrainedTokenizerBase | None = None, template: str | None = None) -> list[Prompt]:
     """The prompts of `evaluate`; their indices are negative, so that no group of the run is taken for one of them."""
     if recipe.evaluate is None:
         return []

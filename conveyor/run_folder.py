@@ -39,6 +39,8 @@ MADE_BY_A_RUN = (
     "evaluations.jsonl",
     "held_out_samples.jsonl",
     "evaluation.json",
+    *(f"{rows}.{part}" for rows in ("samples", "scores") for part in ("parquet", "partial.jsonl", "settings.json")),
+    "scores.jsonl",
 )
 HOLDS_RESULTS = ("samples.jsonl", "metrics.jsonl", "trace.json", "report.html", "model", "critic", "rounds")
 """Names of `MADE_BY_A_RUN` that are kept from being replaced; a run that ended before its first step has none of them filled."""
@@ -229,16 +231,18 @@ def _check_resumed(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+    """Nested keys as dotted ones."""
+    found: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
-    return flat
+        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return found
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """One JSON object a line; complete or absent."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     os.replace(aside, path)
 
 

@@ -11,23 +11,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conveyor.config import sections
-from tests.kept import KeptWorkers
 from tests.tiny import save_tiny_policy, save_tiny_reward_model
 
 ENGINE_ROLLOUT = sections.Rollout(max_response_length=64, max_concurrent_requests=16)
 ENGINE_SEED = 7
 ENGINE_MODEL_LENGTH = 448
+RAY_CORES = 12
+"""More than there are: engines, kept workers and the ranks of a run share what is there."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _started_ahead(request: pytest.FixtureRequest) -> None:
+    """What takes long to start does so beside the tests that come first: Ray gives its workers a low priority."""
+    wanted = {name for item in request.session.items for name in item.fixturenames}
+    for name in ("engine", "kept"):
+        if name in wanted:
+            request.getfixturevalue(name)
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A local Ray with more logical CPUs than cores, so that two engines and two ranks fit."""
+    """A local Ray with `RAY_CORES` logical CPUs."""
     import ray
 
     from conveyor.workers import cluster
@@ -35,7 +46,7 @@ def ray_session() -> Iterator[None]:
     os.environ.pop("RAY_ADDRESS", None)
     cluster.set_environment(telemetry=False)
     ray.init(
-        address="local", num_cpus=8, num_gpus=0, include_dashboard=False, object_store_memory=300 * 2**20,
+        address="local", num_cpus=RAY_CORES, num_gpus=0, include_dashboard=False, object_store_memory=300 * 2**20,
         log_to_driver=False, logging_level="ERROR",
     )  # fmt: skip
     yield
@@ -52,22 +63,31 @@ def tiny_reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_reward_model(tmp_path_factory.mktemp("models") / "reward")
 
 
-@pytest.fixture(scope="session")
-def engine(ray_session: None, tiny_policy: Path) -> Iterator[Any]:
-    """A RolloutWorker actor with `tiny_policy`'s weights; who installs others puts these back."""
+@contextmanager
+def rollout_engine(policy: Path, **changes: Any) -> Iterator[Any]:
+    """A RolloutWorker actor that is about to start. `changes`: of its section."""
     from conveyor.workers.placement import Placement
     from conveyor.workers.rollout import RolloutWorker
 
     with Placement.create({"rollout": 1}, sections.Ray()) as placement:
         yield placement.actor(
-            RolloutWorker, "rollout", 0, model=sections.Model(path=str(tiny_policy)), rollout=ENGINE_ROLLOUT,
+            RolloutWorker, "rollout", 0, model=sections.Model(path=str(policy)), rollout=ENGINE_ROLLOUT.model_copy(update=changes),
             seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
         )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def kept(ray_session: None) -> Iterator[KeptWorkers]:
-    """Processes for the workers of a run, which have imported everything."""
+def engine(ray_session: None, tiny_policy: Path) -> Iterator[Any]:
+    """A RolloutWorker actor with `tiny_policy`'s weights; who installs others puts these back."""
+    with rollout_engine(tiny_policy) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def kept(ray_session: None) -> Iterator[Any]:
+    """`KeptWorkers`: processes for the workers of a run, which have imported everything."""
+    from tests.kept import KeptWorkers
+
     workers = KeptWorkers()
     yield workers
     workers.close()

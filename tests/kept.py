@@ -1,8 +1,9 @@
 """Worker processes that outlive a run.
 
-Most of a short run's time goes into importing torch, transformers and DeepSpeed into its workers' processes. Here the workers of every run are
-made anew, by their own constructors, with their own models, but in processes that have imported everything. Nothing else is kept, and the
-random states go on from run to run, so what depends on them differs between runs that shall be equal.
+Most of a short run's time goes into importing torch, transformers and DeepSpeed in the processes of its workers. Here the
+workers of every run are made anew, by their own constructors, with their own models, but in processes that have imported
+everything. Nothing else is kept. Random states go on from run to run, so what depended on them would differ between runs
+that have to be equal.
 """
 
 from __future__ import annotations
@@ -66,25 +67,33 @@ class KeptWorkers:
 
 
 class KeptPlacement:
-    """What a run needs of a `Placement`, of kept workers; each may be had once."""
+    """What a run needs of a `Placement`, of kept workers, each of which may be had once. A group of another size than the kept one
+    has processes of its own."""
 
     def __init__(self, kept: KeptWorkers, devices: Mapping[str, float]) -> None:
-        assert all(kept.placement.devices[group] == count for group, count in devices.items())
         self.devices = devices
         self._kept, self._begun = kept, list[Any]()
+        own = {group: count for group, count in devices.items() if count != kept.placement.devices[group]}
+        self._own = Placement.create(own, sections.Ray()) if own else None
 
     def slots(self, group: str) -> int:
-        return self._kept.placement.slots(group)
+        return self._of(group).slots(group)
 
     def cores(self, group: str, index: int) -> tuple[int, ...] | None:
-        return self._kept.placement.cores(group, index)
+        return self._of(group).cores(group, index)
 
     def actor(self, cls: type, group: str, index: int, *, share: float, **kwargs: Any) -> Any:
+        of = self._of(group)
+        if of is self._own:
+            return of.actor(cls, group, index, share=share, **kwargs)
         assert share == 1
         return self._begin(cls, kwargs)
 
     def beside_driver(self, cls: type, **kwargs: Any) -> Any:
         return self._begin(cls, kwargs)
+
+    def _of(self, group: str) -> Placement:
+        return self._own if self._own is not None and group in self._own.devices else self._kept.placement
 
     def _begin(self, cls: type, kwargs: dict[str, Any]) -> Any:
         import ray
@@ -102,3 +111,5 @@ class KeptPlacement:
         import ray
 
         ray.get([worker.end.remote() for worker in self._begun], timeout=120)
+        if self._own is not None:
+            self._own.close()

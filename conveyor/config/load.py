@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from conveyor.config.presets import METHOD_DEFAULTS
 from conveyor.config.offline_rules import broken_offline_rules
+from conveyor.config.presets import METHOD_DEFAULTS
 from conveyor.config.recipe import CLASS_OF, METHODS, OnlineRecipe, Recipe
 from conveyor.config.rules import broken_rules
 

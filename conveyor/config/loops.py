@@ -22,6 +22,9 @@ class Rounds(Section):
     reference: Literal["first", "previous"] | None = Field(
         None, description="DPO's reference: the first policy, or the one that sampled; default: previous for rso, else first"
     )
+    max_staleness: Literal[0, 1] = Field(
+        0, description="1: a round is sampled by the policy before the newest, while that is trained; 0: they wait for each other"
+    )
     keep_engines: Flag | None = Field(
         None, description="engines live through the training; default: on CPU, and where train has devices of its own"
     )
@@ -35,7 +38,9 @@ class BestOf(Section):
 class Rso(Section):
     accept: PositiveInt = Field(4, description="samples of a prompt that are accepted")
     beta: PositiveFloat = Field(0.5, description="a sample is accepted with probability exp((r − r_max)/β)")
-    pairing: Literal["tournament", "first_round"] = Field("tournament", description="pairs of the accepted: all matches, or the first round's")
+    pairing: Literal["tournament", "first_round"] = Field(
+        "tournament", description="pairs of the accepted: all matches, or the first round's"
+    )
 
 
 class PairChoice(Section):
@@ -54,7 +59,9 @@ class LoopRecipe(Common):
     """Methods that sample, select and fit in rounds."""
 
     method: str
-    lora: Lora | None = Field(None, description="train low-rank adapters of the linear layers, anew in each round; they are merged at its end")
+    lora: Lora | None = Field(
+        None, description="train low-rank adapters of the linear layers, anew in each round; they are merged at its end"
+    )
     rewards: tuple[sections.Reward, ...] = Field((), description="summed with their weights")
     roles: dict[str, str] = Field({}, description="role → device group; roles: rollout, names of reward models, score")
     rollout: sections.Rollout = sections.Rollout()

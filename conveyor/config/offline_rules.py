@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from conveyor.config.loops import IterativeDpoRecipe, LoopRecipe, RejectionSamplingRecipe, RsoRecipe
-from conveyor.config.offline import BcoRecipe, Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe
+from conveyor.config.offline import Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe
 from conveyor.config.reward_rules import broken_reward_rules
 
 Broken = Iterator[tuple[str, str]]
@@ -20,10 +20,10 @@ def broken_offline_rules(recipe: OfflineRecipe | LoopRecipe) -> list[tuple[str, 
     broken = [*_train(recipe)]
     if isinstance(recipe, DpoRecipe | RsoRecipe | IterativeDpoRecipe):
         broken += _dpo(recipe.dpo)
-    if isinstance(recipe, DpoRecipe) and recipe.reference is not None and not recipe.dpo.needs_reference:
-        broken.append(("reference", f"{recipe.dpo.loss} asks no reference"))
-    if isinstance(recipe, KtoRecipe) and recipe.updated_rows < 2:
-        broken.append(("train.train_batch_size", "the KL term pairs a prompt with another row's completion, so an update needs 2 rows"))
+    if isinstance(recipe, DpoRecipe):
+        broken += _reference(recipe)
+    if isinstance(recipe, KtoRecipe):
+        broken += _kto(recipe)
     if isinstance(recipe, ConditionalSftRecipe):
         broken += _condition(recipe.condition)
     if isinstance(recipe, LoopRecipe):
@@ -49,6 +49,17 @@ def _dpo(dpo: Dpo) -> Broken:
         yield "dpo.label_smoothing", "exo_pair takes the logarithm of it, so it must be more than 0 (its paper: 0.001)"
     if dpo.margin is not None and dpo.loss not in ("simpo", "slic"):
         yield "dpo.margin", f"{dpo.loss} has none; only simpo and slic do"
+
+
+def _reference(recipe: DpoRecipe) -> Broken:
+    for key in ("reference", "reference_cache"):
+        if getattr(recipe, key) is not None and not recipe.dpo.needs_reference:
+            yield key, f"{recipe.dpo.loss} asks no reference"
+
+
+def _kto(recipe: KtoRecipe) -> Broken:
+    if recipe.kto.loss == "kto" and recipe.updated_rows < 2:
+        yield "train.train_batch_size", "the KL term pairs a prompt with another row's completion, so an update needs 2 rows"
 
 
 def _condition(condition: Condition) -> Broken:
@@ -82,6 +93,10 @@ def _loop(recipe: LoopRecipe) -> Broken:
         yield "rollout.n_samples_per_prompt", f"{recipe.method} chooses among the samples of a prompt, so it needs 2 or more"
     if n > recipe.rollout.max_concurrent_requests:
         yield "rollout.max_concurrent_requests", f"a group of {n} samples does not fit"
+    if recipe.rounds.max_staleness and recipe.rounds.keep_engines is False:
+        yield "rounds.keep_engines", "with max_staleness 1 engines sample while the policy is trained, so they must stay"
+    if recipe.rounds.max_staleness and recipe.data.eval_path is not None:
+        yield "data.eval_path", "with rounds.max_staleness 1 engines have no pause for it; evaluate rounds/round_N/train/model afterwards"
     if recipe.rollout.dynamic_sampling:
         yield "rollout.dynamic_sampling", "is of online methods"
     if isinstance(recipe, RejectionSamplingRecipe) and recipe.select.keep > n:

@@ -20,6 +20,7 @@ OnlineMethod = Literal[
     "distillation", "online_dpo",
 ]  # fmt: skip
 
+
 class OnlineRecipe(Common):
     """Methods that sample: rollout → score → train."""
 

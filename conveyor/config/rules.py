@@ -12,7 +12,6 @@ Broken = Iterator[tuple[str, str]]
 """(key, reason) of every rule that is broken."""
 
 
-
 def broken_rules(recipe: OnlineRecipe, trains: bool = True) -> list[tuple[str, str]]:
     """(key, reason) for every rule between sections that the recipe breaks; of one that only samples, those that matter then."""
     training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn)

@@ -5,7 +5,7 @@ Engines that stay keep their devices while the policy is trained. Where training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,33 @@ class LoopEngines:
         Args:
             policy: model folder or hub id. The engines start with the first one, and go on with those of folders.
         """
-        if self._sampler is None:
-            self._start(policy)
+        sampler = self._with(policy)
+        self.install(policy)
+        sampler.sample(prompts, on_prompt)
+
+    def sample_stages(
+        self, first: str, prompts: Sequence[Prompt], on_prompt: Callable[[Sampled], None], sizes: Sequence[int],
+        enter: Callable[[int], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        """Prompts in stages (`Stages`), whose `enter` calls `install`.
+
+        Args:
+            first: policy that new engines start with.
+        """
+        self._with(first).sample(prompts, on_prompt, stages=(sizes, enter))
+
+    def install(self, policy: str) -> None:
+        """The running engines take a policy's weights, if they hold others."""
         assert self._sampler is not None
         if self._policy != policy:
             self._sampler.install(Path(policy))
             self._policy = policy
-        self._sampler.sample(prompts, on_prompt)
+
+    def _with(self, policy: str) -> Sampler:
+        if self._sampler is None:
+            self._start(policy)
+        assert self._sampler is not None
+        return self._sampler
 
     def rest(self) -> None:
         """The policy is to be trained: engines that do not stay end, and free their devices."""

@@ -37,7 +37,7 @@ def offline_recipe(recipe: LoopRecipe, data: Path, start: str, sampler: str, fol
     kept: dict[str, Any] = {key: raw[key] for key in ("seed", "data", "train", "checkpoint", "ray", "telemetry", "lora") if key in raw}
     tokenizer = recipe.model.tokenizer or recipe.model.path
     models = {path: {**raw["model"], "path": path, "tokenizer": tokenizer} for path in (recipe.model.path, start, sampler)}
-    kept["data"] |= {"path": str(data), "max_length": recipe.longest_sample, "drop_last": False}
+    kept["data"] |= {"path": str(data), "eval_path": None, "max_length": recipe.longest_sample, "drop_last": False}
     kept["checkpoint"] |= {"resume": RunFolder(folder).newest_checkpoint() is not None}
     kept |= {"output_dir": str(folder), "overwrite": True, "model": models[start]}
     if recipe.devices is not None and "train" in recipe.devices:

@@ -7,25 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from conveyor.config import LoopRecipe
+from conveyor.config.loops import RejectionSamplingRecipe
 from conveyor.loops.samples_file import read_lines
 from conveyor.report.progress import read_metrics
 
 
-def round_metrics(recipe: LoopRecipe, number: int, samples: Path, files: Sequence[Path], train: Path) -> dict[str, Any]:
+def round_metrics(recipe: LoopRecipe, number: int, samples: Path, selected: Path, learnt: Sequence[Path], train: Path) -> dict[str, Any]:
     """What was sampled, selected and learnt.
 
     Args:
         number: of the round, from 0.
-        files: selected.jsonl of every round that was learnt from, the newest last.
+        selected: the round's selected.jsonl.
+        learnt: selected.jsonl of every round that was learnt from; none: the round was skipped.
         train: folder of the round's training, whose last metrics become train/….
     """
-    selected = [row for file in files for row in read_lines(file)]
-    row: dict[str, Any] = {"step": number + 1, **samples_metrics(recipe, samples), "selected": len(selected)}
-    if selected and "chosen_score" in selected[0]:
-        row["selected/margin"] = _mean(one["chosen_score"] - one["rejected_score"] for one in selected)
+    chosen = list(read_lines(selected))
+    row: dict[str, Any] = {"step": number + 1, **samples_metrics(recipe, samples), "selected": len(chosen)}
+    if isinstance(recipe, RejectionSamplingRecipe):
+        row["selected/score"] = _mean(one["score"] for one in chosen)
     else:
-        row["selected/score"] = _mean(one["score"] for one in selected)
-    last = read_metrics(train / "metrics.jsonl")[-1]
+        row["selected/margin"] = _mean(one["chosen_score"] - one["rejected_score"] for one in chosen)
+    row["learnt"] = sum(1 for file in learnt for _ in read_lines(file))
+    last = read_metrics(train / "metrics.jsonl")[-1] if learnt else {}
     left_out = ("epoch", "time/step", "tokens_per_second")
     return row | {f"train/{name}": value for name, value in last.items() if name not in left_out}
 

@@ -7,7 +7,7 @@ round that was killed goes on with the prompts that have no whole line.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,9 +17,11 @@ from conveyor.data.samples import Sample
 from conveyor.pipeline.sampling import Sampled
 from conveyor.report.jsonl import read_objects
 from conveyor.run_folder import write_lines
+from conveyor.types import Rollout
 
 Line = dict[str, Any]
-"""index, row (1-based), prompt, prompt_ids, samples: [{response, response_ids, finish_reason, rewards, score}]."""
+"""index, row (1-based), prompt, prompt_ids, samples: [{response, response_ids, finish_reason, rewards, score}]. Where a function plays
+several turns, a sample has response_mask too: 1 for tokens of the policy, 0 for those of tools."""
 
 
 class SamplesFile:
@@ -65,21 +67,24 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def _line(sampled: Sampled) -> Line:
     prompt = sampled.prompt
-    samples = [
-        {
-            "response": rollout.text,
-            "response_ids": rollout.response_ids.tolist(),
-            "finish_reason": rollout.finish_reason,
-            "rewards": dict(rewards),
-            "score": score,
-        }
-        for rollout, rewards, score in zip(sampled.rollouts, sampled.rewards, sampled.scores, strict=True)
-    ]
+    scored = zip(sampled.rollouts, sampled.rewards, sampled.scores, strict=True)
     told = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
-    return {"index": prompt.index, "row": prompt.row + 1, "prompt": told, "prompt_ids": list(prompt.token_ids), "samples": samples}
+    return {"index": prompt.index, "row": prompt.row + 1, "prompt": told, "prompt_ids": list(prompt.token_ids),
+            "samples": [_sample(*one) for one in scored]}  # fmt: skip
 
 
-def tokens_of(prompt_ids: Sequence[int], response_ids: Sequence[int], place: str) -> Sample:
-    """Exactly the tokens that were sampled, after those of the prompt; no end is invented where the sample was cut."""
-    mask = np.arange(len(prompt_ids) + len(response_ids)) >= len(prompt_ids)
-    return Sample(np.array([*prompt_ids, *response_ids], dtype=np.int32), mask, place)
+def _sample(rollout: Rollout, rewards: Mapping[str, float | None], score: float | None) -> dict[str, Any]:
+    """A sample whose turns failed has no score, so it is not chosen."""
+    line = {"response": rollout.text, "response_ids": rollout.response_ids.tolist(), "finish_reason": rollout.finish_reason,
+            "rewards": dict(rewards), "score": score if rollout.failure is None else None}  # fmt: skip
+    return line if rollout.sampled is None else line | {"response_mask": rollout.sampled.int().tolist()}
+
+
+def tokens_of(prompt_ids: Sequence[int], response_ids: Sequence[int], response_mask: Sequence[int] | None, place: str) -> Sample:
+    """Exactly the tokens that were sampled, after those of the prompt; no end is invented where the sample was cut.
+
+    Args:
+        response_mask: 1 for tokens that are learnt; None: all.
+    """
+    mask = [*[0] * len(prompt_ids), *(response_mask or [1] * len(response_ids))]
+    return Sample(np.array([*prompt_ids, *response_ids], dtype=np.int32), np.array(mask, dtype=bool), place)

@@ -12,6 +12,7 @@ from conveyor.config import LoopRecipe
 from conveyor.config.loops import IterativeDpoRecipe, RejectionSamplingRecipe, RsoRecipe
 from conveyor.data.conditional import Weighted
 from conveyor.data.pairs import Pair
+from conveyor.data.samples import Sample
 from conveyor.loops import select
 from conveyor.loops.samples_file import Line, tokens_of
 
@@ -64,30 +65,31 @@ def _pairs(recipe: LoopRecipe, number: int, line: Line, scores: select.Scores, r
 
 
 def _completion(line: Line, sample: int) -> Row:
-    chosen = line["samples"][sample]
-    return {
-        "row": line["row"], "sample": sample, "prompt": line["prompt"], "completion": chosen["response"], "score": chosen["score"],
-        "prompt_ids": line["prompt_ids"], "completion_ids": chosen["response_ids"],
-    }  # fmt: skip
+    row: Row = {"row": line["row"], "sample": sample, "prompt": line["prompt"], "prompt_ids": line["prompt_ids"]}
+    return row | _side("completion", "score", line["samples"][sample])
 
 
 def _pair(line: Line, better: int, worse: int) -> Row:
-    sides = {"chosen": line["samples"][better], "rejected": line["samples"][worse]}
     row: Row = {"row": line["row"], "prompt": line["prompt"], "prompt_ids": line["prompt_ids"]}
-    for name, side in sides.items():
-        row |= {name: side["response"], f"{name}_score": side["score"], f"{name}_ids": side["response_ids"]}
+    for name, sample in (("chosen", better), ("rejected", worse)):
+        row |= _side(name, f"{name}_score", line["samples"][sample])
     return row
+
+
+def _side(name: str, score: str, sample: dict[str, Any]) -> Row:
+    side = {name: sample["response"], score: sample["score"], f"{name}_ids": sample["response_ids"]}
+    return side | ({f"{name}_mask": sample["response_mask"]} if "response_mask" in sample else {})
 
 
 def as_completions(rows: Iterable[Row], file: Path) -> list[Weighted]:
     """Items of the SFT of a round."""
-    return [Weighted(tokens_of(row["prompt_ids"], row["completion_ids"], f"{file}:{i}"), 1.0) for i, row in enumerate(rows, start=1)]
+    return [Weighted(_tokens(row, "completion", f"{file}:{i}"), 1.0) for i, row in enumerate(rows, start=1)]
 
 
 def as_pairs(rows: Iterable[Row], file: Path) -> list[Pair]:
     """Items of the DPO of a round."""
-    pairs = []
-    for i, row in enumerate(rows, start=1):
-        chosen, rejected = (tokens_of(row["prompt_ids"], row[f"{side}_ids"], f"{file}:{i}") for side in ("chosen", "rejected"))
-        pairs.append(Pair(chosen, rejected))
-    return pairs
+    return [Pair(_tokens(row, "chosen", f"{file}:{i}"), _tokens(row, "rejected", f"{file}:{i}")) for i, row in enumerate(rows, start=1)]
+
+
+def _tokens(row: Row, name: str, place: str) -> Sample:
+    return tokens_of(row["prompt_ids"], row[f"{name}_ids"], row.get(f"{name}_mask"), place)

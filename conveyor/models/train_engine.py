@@ -251,9 +251,7 @@ def schedule_factor(update: int, total: int, warmup_ratio: float, schedule: str)
     return 1.0
 
 
-def write_pretrained(
-    model: Any, weights: dict[str, Tensor], folder: Path, tokenizer: Any, files: Mapping[str, str] | None = None
-) -> None:
+def write_pretrained(model: Any, weights: dict[str, Tensor], folder: Path, tokenizer: Any, files: Mapping[str, str] | None = None) -> None:
     """A folder that `from_pretrained` loads, complete or absent, in the place of an older one."""
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # classifiers need it to score a batch

@@ -50,7 +50,7 @@ def over_ranks(model: PreTrainedModel, samples: Sequence[Sample], batch: int) ->
 
 
 def shared_out(compute: Any, samples: Sequence[Sample], batch: int) -> Tensor:
-    """float32 [M] on the CPU of every rank of `compute(some samples) -> [m]`, called as often on every rank, with samples of like lengths."""
+    """float32 [M], on the CPU of every rank, of `compute(some samples) -> [m]`, which is called as often on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     order = sorted(range(len(samples)), key=lambda place: len(samples[place].ids), reverse=True)
     found = torch.zeros(len(samples))

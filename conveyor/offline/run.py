@@ -76,7 +76,9 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     held_out = kind.read(task.recipe, tokenizer, recipe.data.eval_path) if recipe.data.eval_path else None
     _check_samples(recipe, [*task.samples, *(held_out.samples if held_out else ())])
     order = epoch_order(recipe, len(task.items))
-    task.check([order.items(step) for step in range(len(order))])
+    reason = task.broken([order.items(step) for step in range(len(order))])
+    if reason is not None:
+        raise UserError(reason)
     return task, held_out, tokenizer
 
 

@@ -75,12 +75,9 @@ class Task(ABC):
     def loss(self, outputs: Tensor, numbers: Sequence[int], context: Any) -> tuple[Tensor, Metrics]:
         """The loss summed over the items, and what to log. Pure."""
 
-    def check(self, updates: Sequence[Sequence[int]]) -> None:
-        """Refuse updates that the loss cannot be computed of.
-
-        Raises:
-            UserError: names the setting.
-        """
+    def broken(self, updates: Sequence[Sequence[int]]) -> str | None:
+        """Why the loss of one of these updates cannot be computed, and the setting to change."""
+        return None
 
     def model_files(self) -> dict[str, str]:
         """Further files of the trained model's folder: name → text."""

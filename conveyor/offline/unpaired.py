@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.algorithms.unpaired_losses import RewardShift, apo_zero_unpaired_losses, bco_losses, kto_kl, kto_losses, mismatched
-from conveyor.config import OfflineRecipe, UserError, sections
+from conveyor.config import OfflineRecipe, sections
 from conveyor.config.offline import Bco, BcoRecipe, Kto, KtoRecipe, ReferencedRecipe
 from conveyor.data.samples import Sample
 from conveyor.data.unpaired import Labelled, load_unpaired, mismatch
@@ -112,13 +112,14 @@ class KtoTask(UnpairedTask):
         pairs = dict.fromkeys(two for numbers in updates for two in self._mismatched(numbers))
         return {two: len(self.items) + place for place, two in enumerate(pairs)}
 
-    def check(self, updates: Sequence[Sequence[int]]) -> None:
+    def broken(self, updates: Sequence[Sequence[int]]) -> str | None:
         """An update of one row can be paired with no other."""
         if self.settings.loss == "kto" and any(len(numbers) < 2 for numbers in updates):
-            raise UserError(
-                "data.path: an update would have a single row, and KTO's KL term pairs a prompt with another row's completion; "
-                "set data.drop_last, or another train.train_batch_size"
+            return (
+                "train.train_batch_size: an update would have a single row, and KTO's KL term pairs a prompt with another row's completion; "
+                "choose another, or set data.drop_last"
             )
+        return None
 
     def referenced(self, updates: Sequence[Sequence[int]]) -> Sequence[Sample]:
         return [*super().referenced(updates), *map(self._joined, self._places(updates))]

@@ -63,6 +63,9 @@ class HeldOut:
         self.recipe, self.plan, self.prompts = recipe, plan, prompts
         self._versions: dict[int, dict[int, OpenPrompt]] = defaultdict(lambda: defaultdict(OpenPrompt))
 
+    async def admitted(self, action: Evaluate) -> None:
+        """At once: the scheduler has seen to it that the engine holds the version."""
+
     def submission(self, action: Evaluate) -> tuple[Prompt, int, int, float | None, bool]:
         """Arguments of `RolloutWorker.evaluate`."""
         section = self.recipe.evaluate

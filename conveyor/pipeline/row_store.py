@@ -168,14 +168,13 @@ def _write_parquet(spool: Path, file: Path) -> None:
 
 def settings_of(recipe: OnlineRecipe, **more: Any) -> dict[str, Any]:
     """What rows depend on: the recipe's keys, the content of its data and functions, the model's files, and what a command adds."""
-    told = {
-        key: value for key, value in flat(recipe.model_dump(mode="json", exclude={"rewards"})).items() if not key.startswith(MAY_CHANGE)
-    }
-    told |= {"data": fingerprint(recipe.data.path), "model": fingerprint(recipe.model.path)}
+    keys = flat(recipe.model_dump(mode="json", exclude={"rewards"}))
+    told = {key: value for key, value in keys.items() if not key.startswith(MAY_CHANGE)}
+    told |= {"data.path (content)": fingerprint(recipe.data.path), "model.path (files)": fingerprint(recipe.model.path)}
     for reward in recipe.rewards:
         told |= flat(reward.model_dump(mode="json"), f"rewards.{reward.name}.")
         source = reward.model or (reward.function or "").rpartition(":")[0]
-        told[f"rewards.{reward.name}"] = fingerprint(source)
+        told[f"rewards.{reward.name} (files)"] = fingerprint(source)
     return told | more
 
 
@@ -188,9 +187,9 @@ def fingerprint(path: str) -> str:
             while part := file.read(2**20):
                 digest.update(part)
     elif path and place.is_dir():  # a model's weights are too large to be read for this
-        for file in sorted(place.iterdir()):
-            status = file.stat()
-            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        for part_of in sorted(place.iterdir()):
+            status = part_of.stat()
+            digest.update(f"{part_of.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     else:
         return path
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def sample_rows(
     left = [prompt for prompt in prompts if prompt.index not in store.done]
     if not left:
         return 0.0
-    sizes, tokens, began = devices_per_worker(recipe), 0, 0.0
+    sizes, passed = devices_per_worker(recipe), Passed()
     with (
         RunProgress(what, total=len(prompts), done=len(prompts) - len(left), unit="rows" if replay else "prompts") as progress,
         Placement.create(planned_devices(recipe), recipe.ray, telemetry=recipe.telemetry, devices_per_worker=sizes) as placement,
@@ -73,16 +74,36 @@ def sample_rows(
     ):
 
         def keep(sampled: Sampled) -> None:
-            nonlocal tokens
             store.append(sampled.prompt.index, to_rows(sampled))
-            tokens += sum(int(rollout.sampled_mask.sum()) for rollout in sampled.rollouts)
-            known = [score for score in sampled.scores if score is not None]
-            reward = {"reward/mean": sum(known) / len(known)} if known else {}
-            progress.step({**reward, "tokens_per_second": tokens / (time.monotonic() - began)})
+            passed.add(sampled)
+            progress.step(passed.line())
 
-        began = time.monotonic()
+        passed.began = time.monotonic()
         sampler.sample(left, keep)
-        return tokens / (time.monotonic() - began)
+        return passed.speed()
+
+
+@dataclass
+class Passed:
+    """Sums over what this process has sampled and scored."""
+
+    began: float = 0.0
+    tokens: int = 0
+    scores: float = 0.0
+    scored: int = 0
+
+    def add(self, sampled: Sampled) -> None:
+        self.tokens += sum(int(rollout.sampled_mask.sum()) for rollout in sampled.rollouts)
+        known = [score for score in sampled.scores if score is not None]
+        self.scores, self.scored = self.scores + sum(known), self.scored + len(known)
+
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / max(time.monotonic() - self.began, 1e-9)
+
+    def line(self) -> dict[str, float]:
+        reward = {"reward/mean": self.scores / self.scored} if self.scored else {}
+        return reward | {"tokens_per_second": self.speed()}
 
 
 def print_summary(title: str, values: dict[str, Any], file: Path) -> None:

@@ -10,7 +10,7 @@ It is an evaluation of one version by the scheduler of every run, so the first p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from conveyor.pipeline.held_out import OpenPrompt, deal_out, plain_score
 from conveyor.pipeline.run_plan import EvaluationPlan, RunPlan, run_plan
 from conveyor.pipeline.sampling_executor import SamplingExecutor
 from conveyor.pipeline.scheduler import Scheduler
+from conveyor.pipeline.stages import Stages
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, Rollout, SampleId
 from conveyor.workers.placement import Placement
@@ -107,7 +108,14 @@ class Sampler:
             assert not report.mismatched, f"weights were damaged on their way: {report.mismatched[:5]}"
         self._knows_weights = True
 
-    def sample(self, prompts: Sequence[Prompt], on_prompt: Callable[[Sampled], None], *, greedy: bool | None = None) -> None:
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        on_prompt: Callable[[Sampled], None],
+        *,
+        greedy: bool | None = None,
+        stages: tuple[Sequence[int], Callable[[int], Awaitable[None]]] | None = None,
+    ) -> None:
         """`rollout.n_samples_per_prompt` samples of each prompt; returns when all are sampled and scored.
 
         Prompts are asked for one by one and a bounded number is in flight, so there may be any number of them. A sample depends on the
@@ -117,6 +125,7 @@ class Sampler:
             prompts: their indices are ≥ 0, each once.
             on_prompt: called with each prompt as soon as its samples are scored; what it does not keep is dropped.
             greedy: one more sample, of likeliest tokens; default: the recipe's `evaluate.greedy`.
+            stages: arguments of `Stages`, whose `enter` may `install`: weights change in the course of the prompts.
 
         Raises:
             UserError: a reward function failed, or the engine's settings are wrong.
@@ -130,10 +139,20 @@ class Sampler:
         samples = self.recipe.rollout.n_samples_per_prompt + greedy
         evaluation = EvaluationPlan(len(prompts), samples, in_bubbles=False, in_flight=_in_flight(self.recipe, self._plan, samples))
         plan = replace(self._plan, evaluation=evaluation)
-        books = _InFlight(self.recipe, prompts, greedy, on_prompt)
         with own_errors():
-            asyncio.run(SamplingExecutor(Scheduler(plan), self._workers, books, self._record).run())
+            asyncio.run(self._run(plan, prompts, greedy, on_prompt, stages))
         self._record.flush()
+
+    async def _run(
+        self,
+        plan: RunPlan,
+        prompts: Sequence[Prompt],
+        greedy: bool,
+        on_prompt: Callable[[Sampled], None],
+        stages: tuple[Sequence[int], Callable[[int], Awaitable[None]]] | None,
+    ) -> None:
+        books = _InFlight(self.recipe, prompts, greedy, on_prompt, Stages(*stages) if stages else None)
+        await SamplingExecutor(Scheduler(plan), self._workers, books, self._record).run()
 
     def close(self) -> None:
         """Ends the workers that were started here, so that others can have their devices."""
@@ -186,7 +205,15 @@ def _in_flight(recipe: OnlineRecipe, plan: RunPlan, samples: int) -> int:
 class _InFlight:
     """The books of one `sample`: prompts on their way, which are named by their place, and by −1 − index on workers."""
 
-    def __init__(self, recipe: OnlineRecipe, prompts: Sequence[Prompt], greedy: bool, on_prompt: Callable[[Sampled], None]) -> None:
+    def __init__(
+        self,
+        recipe: OnlineRecipe,
+        prompts: Sequence[Prompt],
+        greedy: bool,
+        on_prompt: Callable[[Sampled], None],
+        stages: Stages | None = None,
+    ) -> None:
+        self._stages = stages
         self._recipe, self._prompts, self._greedy, self._on_prompt = recipe, prompts, greedy, on_prompt
         self._samples = recipe.rollout.n_samples_per_prompt + greedy
         self._names = [reward.name for reward in recipe.rewards]
@@ -194,6 +221,10 @@ class _InFlight:
         """Group → place."""
         self._open: dict[int, tuple[Prompt, OpenPrompt]] = {}
         self._bundles = _Bundles()
+
+    async def admitted(self, action: Evaluate) -> None:
+        if self._stages is not None:
+            await self._stages.admit(action.prompt)
 
     def submission(self, action: Evaluate) -> tuple[Prompt, int, int, float | None, bool]:
         prompt = self._prompts[action.prompt]
@@ -207,6 +238,8 @@ class _InFlight:
     def sampled(self, engine: int, done: SampleDone, rollout: Any) -> EvaluationSampled:
         place = self._places[done.id.group]
         self._open[place][1].add(done, rollout)
+        if self._stages is not None and len(self._open[place][1].rollouts) == self._samples:
+            self._stages.left(place)
         self._look_at(place)
         return EvaluationSampled(engine, place, VERSION, aborted=False)
 

@@ -45,6 +45,9 @@ class WorkerDied(RunError):
 class HeldOutPrompts(Protocol):
     """The prompts of a run's evaluation, each named by its place, and the books of their samples. Rollouts are references."""
 
+    async def admitted(self, action: Evaluate) -> None:
+        """Returns when the prompt may be sampled."""
+
     def submission(self, action: Evaluate) -> tuple[Prompt, int, int, float | None, bool]:
         """Arguments of `RolloutWorker.evaluate`."""
 
@@ -156,6 +159,7 @@ class SamplingExecutor:
     # ── samples ──────────────────────────────────────────────────────────────────────────────────
 
     async def _evaluate(self, action: Evaluate) -> None:
+        await self.held_out.admitted(action)
         await self.workers.engines[action.engine].evaluate.remote(*self.held_out.submission(action))
 
     async def _listen(self, number: int) -> None:

@@ -66,13 +66,14 @@ class RunProgress:
     Legal order: enter, `ready` for each worker (methods with workers only), `step` for each step, exit.
     """
 
-    def __init__(self, method: str, *, total: int, done: int = 0, console: Console | None = None) -> None:
+    def __init__(self, method: str, *, total: int, done: int = 0, unit: str = "steps", console: Console | None = None) -> None:
         """
         Args:
             total: steps of the whole run.
             done: steps that an earlier run has done already.
+            unit: what is counted, of a command without steps.
         """
-        self._method, self._total, self._done = method, total, done
+        self._method, self._total, self._done, self._unit = method, total, done, unit
         self._console = console or Console(stderr=True)
         self._last = ""
         self._workers = 0
@@ -89,7 +90,7 @@ class RunProgress:
 
     def __enter__(self) -> RunProgress:
         self._began = time.monotonic()
-        self._say(f"{self._method}: {self._total - self._done} steps")
+        self._say(f"{self._method}: {self._total - self._done} {self._unit}")
         self._progress.start()
         return self
 
@@ -107,7 +108,7 @@ class RunProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
         seconds = time.monotonic() - self._began
-        end = f"{self._method}: {self._done} of {self._total} steps in {seconds:.0f} s"
+        end = f"{self._method}: {self._done} of {self._total} {self._unit} in {seconds:.0f} s"
         stopped = f"{end}, interrupted" if kind is KeyboardInterrupt else f"{end}, ended by an error"
         self._say(stopped if kind else " · ".join(filter(None, [end, self._last])))
 

@@ -27,6 +27,7 @@ from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
 from conveyor.models.joining import Joined, join, pad_right, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
+from conveyor.models.process_scores import process_scores
 from conveyor.models.scalar_model import load_critic, load_scalar_model, response_values, sequence_scores
 from conveyor.types import PartialScores, Rollout
 from conveyor.workers.records import fetch_rollouts
@@ -46,6 +47,9 @@ class ScoreWorker:
         self._models: dict[str, PreTrainedModel] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         """Reward models that need the text encoded anew."""
+        self._rewards = {reward.name: reward for reward in recipe.model_rewards}
+        self._separators: dict[str, tuple[list[int], int]] = {}
+        """Process reward models: tokens that end a step, and EOS, as they know them."""
         self._versions: dict[str, int] = {}
         self._device = torch.device("cuda" if cores is None else "cpu")
         if cores is not None:
@@ -58,10 +62,9 @@ class ScoreWorker:
         Raises:
             UserError: a model that cannot be used.
         """
-        rewards = {reward.name: reward for reward in self._recipe.rewards}
         for role in self._roles:
             if role not in self._models:
-                model = self._load(role, rewards.get(role)).eval()  # also ends gradient checkpointing
+                model = self._load(role, self._rewards.get(role)).eval()  # also ends gradient checkpointing
                 self._models[role] = model.to(self._device).requires_grad_(False)
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
         return WorkerInfo("score", socket.gethostname(), os.getpid(), device)
@@ -73,10 +76,9 @@ class ScoreWorker:
         samples = fetch_rollouts(rollouts)
         batch = join(samples).to(self._device)
         found = {role: self._run(role, batch, samples) for role in roles}
-        named = {reward.name for reward in self._recipe.rewards}
-        tokens = {role: per_sample(values, batch) for role, values in found.items() if role not in named}
+        tokens = {role: per_sample(values, batch) for role, values in found.items() if role not in self._rewards}
         partial = PartialScores(
-            rewards={role: tuple(scores.tolist()) for role, scores in found.items() if role in named},
+            rewards={role: tuple(scores.tolist()) for role, scores in found.items() if role in self._rewards},
             reference_logprobs=tokens.get("reference"),
             old_logprobs=tokens.get("policy_snapshot"),
             values=tokens.get("critic_snapshot"),
@@ -126,6 +128,9 @@ class ScoreWorker:
         tokenizer = _reward_tokenizer(reward)
         if tokenizer.get_vocab() != load_tokenizer(recipe.model).get_vocab():
             self._tokenizers[role] = tokenizer
+        if reward.steps is not None:
+            (separator,) = encode_texts(tokenizer, [reward.steps.separator])
+            self._separators[role] = separator, int(tokenizer.eos_token_id)
         return load_scalar_model(recipe.model.model_copy(update={"path": reward.model}), new_head=False)
 
     def _run(self, role: str, batch: Joined, samples: Sequence[Rollout]) -> Tensor:
@@ -138,11 +143,20 @@ class ScoreWorker:
             return logprobs
         if role == "critic_snapshot":
             return response_values(model, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask)
-        if role not in self._tokenizers:
+        steps = self._rewards[role].steps
+        if role not in self._tokenizers and steps is None:
             return sequence_scores(model, batch.input_ids, batch.attention_mask)
-        anew = [reencode(sample, self._tokenizers[role], self._recipe.data.apply_chat_template) for sample in samples]
-        input_ids, attention_mask = pad_right([torch.tensor(ids) for ids in anew])
+        ids = [self._ids(role, sample) for sample in samples]
+        if steps is not None:
+            return process_scores(model, ids, steps, *self._separators[role])
+        input_ids, attention_mask = pad_right([torch.tensor([*prompt, *response]) for prompt, response in ids])
         return sequence_scores(model, input_ids.to(self._device), attention_mask.to(self._device))
+
+    def _ids(self, role: str, sample: Rollout) -> tuple[list[int], list[int]]:
+        """Prompt and response in the tokens of a reward model."""
+        if role in self._tokenizers:
+            return reencode(sample, self._tokenizers[role], self._recipe.data.apply_chat_template)
+        return list(sample.prompt.token_ids), sample.response_ids.tolist()
 
 
 def _reward_tokenizer(reward: sections.Reward) -> PreTrainedTokenizerBase:
@@ -153,7 +167,7 @@ def _reward_tokenizer(reward: sections.Reward) -> PreTrainedTokenizerBase:
         raise UserError(f"rewards.{reward.name}.model: no tokenizer can be read from {reward.model}: {reason}") from error
 
 
-def reencode(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> list[int]:
+def reencode(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> tuple[list[int], list[int]]:
     """Prompt and response for a model with another tokenizer than the policy's, from their text.
 
     Its own chat template renders the prompt, and its own end token stands where the policy ended by itself.
@@ -161,7 +175,7 @@ def reencode(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, apply_chat_te
     prompt = rollout.prompt.text if rollout.prompt.messages is None else list(rollout.prompt.messages)
     (response,) = encode_texts(tokenizer, [rollout.text])
     end = [] if rollout.truncated else [tokenizer.eos_token_id]
-    return encode_prompt(tokenizer, prompt, apply_chat_template) + response + end
+    return encode_prompt(tokenizer, prompt, apply_chat_template), response + end
 
 
 def _overwrite(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,5 +1,6 @@
 """Train ranks for tests: this process as the only one, or fresh processes over gloo."""
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -21,7 +22,9 @@ def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_main, args=(function, ranks, port, args), nprocs=ranks)
+    # Forks of one process that has imported all this and done nothing: what takes each fresh interpreter ten seconds.
+    multiprocessing.set_forkserver_preload(["deepspeed", "conveyor.workers.train", function.__module__])
+    mp.start_processes(_main, args=(function, ranks, port, args), nprocs=ranks, start_method="forkserver")
 
 
 def _main(rank: int, function: Callable[..., None], ranks: int, port: int, args: tuple[Any, ...]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -158,32 +158,46 @@ class _Started(Workers):
 class Here:
     """A placement of this process: every group has one slot."""
 
-    def __init__(self, recipe: OnlineRecipe) -> None:
-        self.devices = {recipe.role_group(role): 1.0 for role in recipe.placed_roles}
+    def __init__(self, recipe: OnlineRecipe | None = None, devices: Mapping[str, float] | None = None) -> None:
+        self.devices = dict(devices or {}) if recipe is None else {recipe.role_group(role): 1.0 for role in recipe.placed_roles}
+
+    @classmethod
+    def create(cls, devices: Mapping[str, float], *_: Any, **how: Any) -> Here:
+        return cls(None, devices)
 
     def slots(self, group: str) -> int:
         return 1
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def beside_driver(self, cls: type, **kwargs: Any) -> Any:
         return Stand(Replay(), Delays(0))
 
 
 @contextmanager
-def sampler_in_process(
-    recipe: OnlineRecipe,
-    engines: list[TextEngine] | None = None,
-    *,
-    pause: float = 0.0,
-    model: LengthModel | None = None,
-    replay: bool = False,
-) -> Iterator[Sampler]:
-    """engines: default one; `pause`: seconds of one judgement."""
-    started = [Stand(engine, Delays(1)) for engine in engines or [TextEngine(recipe, 0)]]
+def in_process(engines: list[TextEngine] | None = None, *, pause: float = 0.0, model: LengthModel | None = None) -> Iterator[None]:
+    """Samplers start these workers.
+
+    Args:
+        engines: default: one.
+        pause: seconds of one judgement.
+    """
 
     def start(recipe: OnlineRecipe, placement: Any, trained: Any, updates: int, given: Any) -> Workers:
+        started = given or [Stand(engine, Delays(1)) for engine in engines or [TextEngine(recipe, 0)]]
         scorers = {recipe.role_group(reward.name): [ScoreActor(model or LengthModel())] for reward in recipe.model_rewards}
         judges = Stand(Judges(recipe, pause), Delays(2)) if recipe.judged_rewards else None
-        return _Started(given or started, scorers, [], judges)
+        return _Started(started, scorers, [], judges)
 
-    with patch("conveyor.pipeline.sampling.start_workers", start), patch("ray.kill"), Sampler(recipe, Here(recipe), replay=replay) as made:  # type: ignore[arg-type]
+    with patch("conveyor.pipeline.sampling.start_workers", start), patch("ray.kill"):
+        yield
+
+
+@contextmanager
+def sampler_in_process(recipe: OnlineRecipe, engines: list[TextEngine] | None = None, **how: Any) -> Iterator[Sampler]:
+    with in_process(engines, **how), Sampler(recipe, Here(recipe)) as made:  # type: ignore[arg-type]
         yield made

@@ -62,7 +62,8 @@ def test_scores_are_those_of_the_score_stage(folder, scorer):
     model, tokenizer = load_scalar_model(Model(path=str(folder))).eval(), AutoTokenizer.from_pretrained(folder)
     expected = []
     for sample in samples:
-        ids = torch.tensor([reencode(sample, tokenizer, True)])
+        prompt, response = reencode(sample, tokenizer, True)
+        ids = torch.tensor([prompt + response])
         expected.append(sequence_scores(model, ids, torch.ones_like(ids)).item())
     with Serving(create_app(scorer, LIMITS, None)) as serving:
         reward = UrlReward(Reward(name="r", url=serving.url))

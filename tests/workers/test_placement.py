@@ -8,6 +8,8 @@ import pytest
 from conveyor.config import UserError, parse_recipe, sections
 from conveyor.workers.cluster import Devices, available, check_devices, connect, default_devices
 from conveyor.workers.placement import Placement
+from tests.conftest import RAY_CORES
+from tests.workers.waiting import Worker
 
 
 def recipe(method: str = "ppo", **changes: Any) -> Any:
@@ -79,8 +81,8 @@ def test_an_address_where_nothing_listens_is_told_in_seconds(monkeypatch: pytest
 def test_over_asking_names_asked_and_available(ray_session: None) -> None:
     start = time.monotonic()
     with pytest.raises(UserError) as error:
-        Placement.create({"rollout": 4, "score": 3, "train": 2}, sections.Ray())
-    assert str(error.value) == "devices: asked for 9 CPU cores (rollout: 4, score: 3, train: 2), the cluster has 8 CPU cores"
+        Placement.create({"rollout": 6, "score": 5, "train": 2}, sections.Ray())
+    assert str(error.value) == "devices: asked for 13 CPU cores (rollout: 6, score: 5, train: 2), the cluster has 12 CPU cores"
     assert time.monotonic() - start < 10
 
 
@@ -89,30 +91,17 @@ def test_devices_in_use_are_waited_for_only_so_long(ray_session: None) -> None:
     with Placement.create({"rollout": 5}, sections.Ray()):
         start = time.monotonic()
         with pytest.raises(
-            UserError, match=r"no room for 6 CPU cores \(train: 6\) within 1 s: the cluster has 8 CPU cores, of which \d are free"
+            UserError, match=r"no room for 10 CPU cores \(train: 10\) within 1 s: the cluster has 12 CPU cores, of which \d are free"
         ):
-            Placement.create({"train": 6}, sections.Ray(placement_timeout=1))
+            Placement.create({"train": 10}, sections.Ray(placement_timeout=1))
         assert time.monotonic() - start < 10
-
-
-class Worker:
-    max_concurrency = 2
-
-    def __init__(self, cores: tuple[int, ...]) -> None:
-        self.cores = cores
-
-    def where(self) -> tuple[tuple[int, ...], dict[str, str], int]:
-        return self.cores, dict(os.environ), os.getpid()
-
-    def wait(self) -> None:
-        time.sleep(60)
 
 
 @pytest.mark.slow
 def test_workers_start_on_their_slots(ray_session: None) -> None:
     import ray
 
-    assert available(sections.Ray()) == Devices("CPU", 8)
+    assert available(sections.Ray()) == Devices("CPU", RAY_CORES)
     with Placement.create({"rollout": 2, "score": 0.5, "train": 0.5}, sections.Ray()) as placement:
         assert {group: placement.slots(group) for group in placement.devices} == {"rollout": 2, "score": 1, "train": 1}
         slots = [("rollout", 0), ("rollout", 1), ("score", 0), ("train", 0)]

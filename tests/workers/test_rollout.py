@@ -1,7 +1,6 @@
 """The engine against transformers: what it samples, with which weights, and who gets it."""
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conveyor.config import sections
 from conveyor.types import Prompt, Rollout, SampleId
 from conveyor.workers.reports import EvaluationAborted, Publication, SampleDone
 from conveyor.workers.rollout import sample_seed
 from conveyor.workers.weight_sync import Bucket, publish
-from tests.conftest import ENGINE_MODEL_LENGTH, ENGINE_ROLLOUT, ENGINE_SEED
-from tests.tiny import save_tiny_policy
+from tests.conftest import ENGINE_ROLLOUT
 
 EOS = 2
 TIMEOUT = 120
@@ -60,25 +57,6 @@ def test_seeds_differ_and_stay() -> None:
 @pytest.fixture
 def model(tiny_policy: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose output layer is its embedding."""
-    return save_tiny_policy(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def second_engine(engine: Any, tied_policy: Path) -> Iterator[Any]:
-    """Another engine, of the tied policy; the last test breaks it."""
-    from conveyor.workers.placement import Placement
-    from conveyor.workers.rollout import RolloutWorker
-
-    with Placement.create({"rollout": 1}, sections.Ray()) as placement:
-        yield placement.actor(
-            RolloutWorker, "rollout", 0, model=sections.Model(path=str(tied_policy)), rollout=ENGINE_ROLLOUT,
-            seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
-        )  # fmt: skip
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conveyor.config import UserError, sections
+from conveyor.config import UserError
 from conveyor.types import Rollout
 from conveyor.workers.reports import EvaluationAborted, SampleDone
-from tests.conftest import ENGINE_MODEL_LENGTH, ENGINE_ROLLOUT, ENGINE_SEED
 from tests.workers.test_rollout import EOS, Leaving, call, changed, next_sample, prompt, published, same, transformers_logprobs
 
 pytestmark = pytest.mark.slow
-
-PLAYS = Path(__file__).parents[1] / "episodes" / "plays.py"
-MULTI_TURN = sections.MultiTurn(function=f"{PLAYS}:play", max_turns=4, timeout=3.0)
-
-
-@pytest.fixture(scope="module")
-def playing(ray_session: None, tiny_policy: Path) -> Iterator[Any]:
-    """The shared engine's twin, whose samples are played; the last test ends it."""
-    from conveyor.workers.placement import Placement
-    from conveyor.workers.rollout import RolloutWorker
-
-    with Placement.create({"rollout": 1}, sections.Ray()) as placement:
-        yield placement.actor(
-            RolloutWorker, "rollout", 0, model=sections.Model(path=str(tiny_policy)),
-            rollout=ENGINE_ROLLOUT.model_copy(update={"multi_turn": MULTI_TURN}),
-            seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
-        )  # fmt: skip
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_a_reward_model_with_its_own_tokenizer_reads_the_text(folders, scores):
     """`4` and the assistant's mark are encoded anew, with that model's chat template and end token."""
     tokenizer = AutoTokenizer.from_pretrained(folders["other"])
     sample = rollout("2+2=", "4!")
-    assert reencode(sample, tokenizer, True)[-2:] == [tokenizer.convert_tokens_to_ids("4!"), tokenizer.eos_token_id]
+    assert reencode(sample, tokenizer, True)[1][-2:] == [tokenizer.convert_tokens_to_ids("4!"), tokenizer.eos_token_id]
     model = AutoModelForSequenceClassification.from_pretrained(folders["other"])
     for sample, score in zip(MICRO_BATCH, scores.rewards["other"], strict=True):
         text = f"<s><|user|>{sample.prompt.text}<|assistant|>{sample.text}" + ("" if sample.truncated else "</s>")
