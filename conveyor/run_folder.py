@@ -42,7 +42,10 @@ MADE_BY_A_RUN = (
     *(f"{rows}.{part}" for rows in ("samples", "scores") for part in ("parquet", "partial.jsonl", "settings.json")),
     "scores.jsonl",
 )
-HOLDS_RESULTS = ("samples.jsonl", "metrics.jsonl", "trace.json", "report.html", "model", "critic", "rounds")
+HOLDS_RESULTS = (
+    "samples.jsonl", "metrics.jsonl", "trace.json", "report.html", "model", "critic", "rounds",
+    "samples.parquet", "samples.partial.jsonl", "scores.jsonl", "scores.parquet", "scores.partial.jsonl",
+)  # fmt: skip
 """Names of `MADE_BY_A_RUN` that are kept from being replaced; a run that ended before its first step has none of them filled."""
 
 _CLAIMED: dict[tuple[int, int], int] = {}

@@ -1,10 +1,10 @@
 """Writes docs/recipes.md from the recipe's sections: `python docs/make_recipes_page.py`. A test says when it is out of date."""
 
 from pathlib import Path
-from typing import get_args
 
+from conveyor.config import LoopRecipe, OfflineRecipe, OnlineRecipe
 from conveyor.config.describe import Key, keys
-from conveyor.config.recipe import METHODS, OfflineMethod, OnlineMethod
+from conveyor.config.recipe import CLASS_OF, METHODS
 
 PAGE = Path(__file__).with_name("recipes.md")
 HEAD = """# Every key of a recipe
@@ -14,8 +14,14 @@ set on the command line as well: `conveyor train RECIPE.yaml --train.learning_ra
 the weight of the first. An unknown key or a wrong value is one line and exit status 2. `conveyor train --help RECIPE.yaml` prints
 the keys of the recipe's method.
 
+*Online* methods sample and train in one pipeline ([methods.md](methods.md)), *offline* ones learn from a fixed dataset
+([offline.md](offline.md)), *loops* sample, select and fit in rounds ([loops.md](loops.md)).
+
 This page is made by `docs/make_recipes_page.py`.
 """
+
+GROUPS: dict[str, type] = {"online": OnlineRecipe, "offline": OfflineRecipe, "loops": LoopRecipe}
+OF_PAGES = "one of methods.md, offline.md, loops.md"
 
 
 def page() -> str:
@@ -35,27 +41,35 @@ def page() -> str:
 
 def _named(methods: list[str]) -> str:
     """The methods, in as few words as can be."""
-    online, offline = get_args(OnlineMethod), get_args(OfflineMethod)
-    if set(methods) == set(online):
-        return "methods that sample"
-    if set(methods) == set(offline):
-        return "offline methods"
-    return ", ".join(methods)
+    words: list[str] = []
+    left = list(methods)
+    for group, kind in GROUPS.items():
+        members = [method for method in METHODS if issubclass(CLASS_OF[method], kind)]
+        if set(members) <= set(left):
+            words.append(group)
+            left = [method for method in left if method not in members]
+    return ", ".join([*words, *left])
 
 
 def _line(name: str, by_method: dict[str, Key]) -> str:
-    key = next(iter(by_method.values()))
-    only = "" if len(by_method) == len(METHODS) else f" *({_named(list(by_method))})*"
-    defaults: dict[str, list[str]] = {}
-    for method, its in by_method.items():
-        defaults.setdefault(its.default, []).append(method)
-    usual = max(defaults, key=lambda value: len(defaults[value]))
-    others = [f"`{value}` ({', '.join(methods)})" for value, methods in defaults.items() if value != usual]
-    told = [f"`{usual}`", *others]
     # The method's own names stand in its type.
-    types = "one of docs/methods.md" if name == "method" else " | ".join(dict.fromkeys(its.type for its in by_method.values()))
-    cells = [f"`{name}`", types, "<br>".join(told), key.help + only]
+    types = OF_PAGES if name == "method" else " | ".join(dict.fromkeys(key.type for key in by_method.values()))
+    default = "<br>".join(f"`{value}`{told}" for value, told in _by_value({method: key.default for method, key in by_method.items()}))
+    helps: dict[str, list[str]] = {}
+    for method, key in by_method.items():
+        helps.setdefault(key.help, []).append(method)
+    meaning = "<br>".join(text + ("" if len(methods) == len(METHODS) else f" *({_named(methods)})*") for text, methods in helps.items())
+    cells = [f"`{name}`", types, default, meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _by_value(values: dict[str, str]) -> list[tuple[str, str]]:
+    """Every value, the usual one first, and after the others whose they are."""
+    methods: dict[str, list[str]] = {}
+    for method, value in values.items():
+        methods.setdefault(value, []).append(method)
+    usual = max(methods, key=lambda value: len(methods[value]))
+    return [(usual, ""), *((value, f" ({_named(its)})") for value, its in methods.items() if value != usual)]
 
 
 if __name__ == "__main__":

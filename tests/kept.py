@@ -104,12 +104,15 @@ class KeptPlacement:
         ray.get(worker.begin.remote(**kwargs), timeout=120)  # some answer several calls at once, `ready` has to come after
         return worker
 
+    def close(self) -> None:
+        import ray
+
+        ray.get([worker.end.remote() for worker in self._begun], timeout=120)
+
     def __enter__(self) -> KeptPlacement:
         return self
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
-        ray.get([worker.end.remote() for worker in self._begun], timeout=120)
+        self.close()
         if self._own is not None:
             self._own.close()

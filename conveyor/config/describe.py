@@ -61,7 +61,7 @@ def _default(field: FieldInfo, over: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return "[]" if value == () else str(value)
+    return "[]" if value == () else str(value).replace("\n", "\\n")
 
 
 def _type(annotation: Any) -> str:

@@ -39,7 +39,7 @@ class Rso(Section):
     accept: PositiveInt = Field(4, description="samples of a prompt that are accepted")
     beta: PositiveFloat = Field(0.5, description="a sample is accepted with probability exp((r − r_max)/β)")
     pairing: Literal["tournament", "first_round"] = Field(
-        "tournament", description="pairs of the accepted: all matches, or the first round's"
+        "tournament", description="which of their matches are pairs: all, or the first round's"
     )
 
 
@@ -59,9 +59,7 @@ class LoopRecipe(Common):
     """Methods that sample, select and fit in rounds."""
 
     method: str
-    lora: Lora | None = Field(
-        None, description="train low-rank adapters of the linear layers, anew in each round; they are merged at its end"
-    )
+    lora: Lora | None = Field(None, description="train low-rank adapters of the linear layers, anew in each round, and merged at its end")
     rewards: tuple[sections.Reward, ...] = Field((), description="summed with their weights")
     roles: dict[str, str] = Field({}, description="role → device group; roles: rollout, names of reward models, score")
     rollout: sections.Rollout = sections.Rollout()

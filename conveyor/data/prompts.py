@@ -76,6 +76,8 @@ def encode_prompts(
     if template is not None:
         conditioned: dict[int, Content] = {}
         for i, said in told.items():
+            if prompts[i] is None:
+                continue
             try:
                 conditioned[i] = apply_template(template, said)
             except ValueError as error:

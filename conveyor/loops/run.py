@@ -81,6 +81,7 @@ def run_loop(recipe: LoopRecipe, engines: list[Any] | None = None) -> dict[str, 
         done = max(logged, default=0)
         folder.rewind(done)
         if done < len(order):
+            loop.policy(done)  # must be there: model/ may be its last copy
             _remove_published(folder)
         metrics = stack.enter_context(MetricsLog(folder.metrics))
         progress = stack.enter_context(RunProgress(recipe.method, total=len(order), done=done))

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conveyor.config import UserError
 from conveyor.config.offline import Lora
@@ -28,6 +29,23 @@ def add_adapter(model: PreTrainedModel, lora: Lora) -> None:
     Raises:
         UserError: no linear layer has a name of `target_modules`.
     """
+    targets = _targets(model, lora)
+    model.requires_grad_(False)
+    inject_adapter_in_model(_config(lora, targets), model)
+    head = getattr(model, HEAD, None)
+    if head is not None:
+        head.requires_grad_(True)
+
+
+def check_targets(config: PretrainedConfig, lora: Lora) -> None:
+    """What `add_adapter` raises of a model of this config, without its weights."""
+    if lora.target_modules:
+        with torch.device("meta"):
+            _targets(AutoModelForCausalLM.from_config(config), lora)
+
+
+def _targets(model: PreTrainedModel, lora: Lora) -> Iterable[str]:
+    """Names of the linear layers that get adapters."""
     output = model.get_output_embeddings()
     linear = {
         name.rpartition(".")[2]
@@ -37,11 +55,7 @@ def add_adapter(model: PreTrainedModel, lora: Lora) -> None:
     unknown = sorted(set(lora.target_modules) - linear)
     if unknown:
         raise UserError(f"lora.target_modules: no linear layer is named {unknown[0]}; the model has {', '.join(sorted(linear))}")
-    model.requires_grad_(False)
-    inject_adapter_in_model(_config(lora, lora.target_modules or linear), model)
-    head = getattr(model, HEAD, None)
-    if head is not None:
-        head.requires_grad_(True)
+    return lora.target_modules or linear
 
 
 def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -17,7 +17,7 @@ from conveyor.config.offline import Dpo, DpoRecipe
 from conveyor.data.pairs import Pair, load_pairs
 from conveyor.data.samples import Sample
 from conveyor.models.sample_logprobs import loss_tokens, sample_logprobs
-from conveyor.offline.task import State, Task, reference_rows
+from conveyor.offline.task import State, Task, items_of, placed, reference_rows
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,13 @@ class DpoTask(Task):
         return (self.recipe.reference or self.recipe.model) if self.settings.needs_reference else None
 
     def referenced(self, updates: Sequence[Sequence[int]]) -> Sequence[Sample]:
-        return self._sides(range(len(self.items)))
+        return self._sides(items_of(updates))
+
+    def informed(self, reference: Tensor, updates: Sequence[Sequence[int]]) -> Self:
+        """Kept are chosen sides [N], then rejected ones [N]."""
+        asked, total = items_of(updates), len(self.items)
+        places = [*asked, *(total + number for number in asked)]
+        return replace(self, reference=placed(reference, places, 2 * total))
 
     def surveyed(self, numbers: Sequence[int]) -> Sequence[Sample]:
         return self._sides(numbers) if self.settings.loss in QUANTILES else ()

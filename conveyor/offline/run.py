@@ -13,6 +13,7 @@ from conveyor.checks import read_model_config
 from conveyor.config import OfflineRecipe, UserError
 from conveyor.data.samples import Sample
 from conveyor.data.tokenizer import load_tokenizer
+from conveyor.models.adapters import check_targets
 from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import MetricsRow, epoch_order
 from conveyor.offline.reward_model import ProcessRewardModelTask, RewardModelTask
@@ -70,6 +71,8 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     """
     RunFolder.check(recipe)
     check_devices(recipe)
+    if recipe.lora is not None:
+        check_targets(read_model_config("model.path", recipe.model.path), recipe.lora)
     tokenizer = load_tokenizer(recipe.model)
     kind = TASKS[recipe.method]
     task = kind.read(recipe, tokenizer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,7 +36,7 @@ class Task(ABC):
     items: Sequence[Any]
     """What is trained as a whole: a packed row, a pair. In file order."""
     reference: Tensor | None = None
-    """float32 [M]: log-probs under the reference of the samples that `referenced` names."""
+    """float32 [·]: log-probs under the reference, in an order of the task's own; NaN for items that are in no update."""
 
     unit: ClassVar[str] = "samples"
     """What a denominator counts."""
@@ -96,7 +96,7 @@ class Task(ABC):
 
     def informed(self, reference: Tensor, updates: Sequence[Sequence[int]]) -> Self:
         """The task that knows them: float32 [M], in the order of `referenced`, of the same updates."""
-        return replace(self, reference=reference)
+        raise AssertionError("this task asks no reference")
 
     # ── for losses that need something of the whole update ───────────────────────────────────────
 
@@ -111,6 +111,18 @@ class Task(ABC):
             logprobs: float32 [M]: of the samples that `surveyed` names.
         """
         return None, state
+
+
+def items_of(updates: Sequence[Sequence[int]]) -> list[int]:
+    """The items that are in some update, each once."""
+    return sorted({number for numbers in updates for number in numbers})
+
+
+def placed(values: Tensor, places: Sequence[int], size: int) -> Tensor:
+    """float32 [size]: values [M] at their places, NaN elsewhere."""
+    out = torch.full((size,), torch.nan)
+    out[torch.as_tensor(places)] = values
+    return out
 
 
 def reference_rows(reference: Tensor | None, places: Sequence[int], like: Tensor) -> Tensor:

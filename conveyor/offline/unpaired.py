@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -18,7 +18,7 @@ from conveyor.config.offline import Bco, BcoRecipe, Kto, KtoRecipe, ReferencedRe
 from conveyor.data.samples import Sample
 from conveyor.data.unpaired import Labelled, load_unpaired, mismatch
 from conveyor.models.sample_logprobs import sample_logprobs
-from conveyor.offline.task import State, Task, reference_rows
+from conveyor.offline.task import State, Task, items_of, placed, reference_rows
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,13 @@ class UnpairedTask(Task):
         return self.recipe.reference or self.recipe.model
 
     def referenced(self, updates: Sequence[Sequence[int]]) -> Sequence[Sample]:
-        return [item.sample for item in self.items]
+        return [self.items[number].sample for number in items_of(updates)]
+
+    def informed(self, reference: Tensor, updates: Sequence[Sequence[int]]) -> Self:
+        """Kept are the items' [N], then any further ones."""
+        asked, total = items_of(updates), len(self.items)
+        further = len(reference) - len(asked)
+        return replace(self, reference=placed(reference, [*asked, *range(total, total + further)], total + further))
 
     def labels(self, numbers: Sequence[int]) -> Tensor:
         """bool [B]: True where desirable."""
@@ -116,7 +122,7 @@ class KtoTask(UnpairedTask):
         """An update of one row can be paired with no other."""
         if self.settings.loss == "kto" and any(len(numbers) < 2 for numbers in updates):
             return (
-                "train.train_batch_size: an update would have a single row, and KTO's KL term pairs a prompt with another row's completion; "
+                "train.train_batch_size: an update would have one row, and KTO's KL term pairs a prompt with another row's completion; "
                 "choose another, or set data.drop_last"
             )
         return None
@@ -125,7 +131,7 @@ class KtoTask(UnpairedTask):
         return [*super().referenced(updates), *map(self._joined, self._places(updates))]
 
     def informed(self, reference: Tensor, updates: Sequence[Sequence[int]]) -> Self:
-        return type(self)(self.recipe, self.items, reference, self._places(updates))
+        return replace(super().informed(reference, updates), mismatches=self._places(updates))
 
     def surveyed(self, numbers: Sequence[int]) -> Sequence[Sample]:
         return [self._joined(two) for two in self._mismatched(numbers)]

@@ -27,11 +27,14 @@ MAY_CHANGE = (
 """Keys of a recipe that do not change the rows."""
 
 
+NAMES = ("samples", "scores")
+
+
 class RowStore:
     """The rows of one command in its folder. `open`, then `append` for each prompt, then `finish`."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """name: of the rows, `samples` or `scores`."""
+        """name: of the rows, one of `NAMES`."""
         self.folder, self._name = folder, name
         self._partial, self._settings = folder / f"{name}.partial.jsonl", folder / f"{name}.settings.json"
         self._places: dict[int, int] = {}
@@ -75,11 +78,6 @@ class RowStore:
                     f"{key}: {now.get(key)!r}, but {self.folder} was begun with {before.get(key)!r}; "
                     "--overwrite begins anew, --output-dir names another folder"
                 )
-
-    def clear(self) -> None:
-        """Forget what an earlier command made."""
-        for path in (self._partial, self.file("jsonl"), self.file("parquet"), self._settings):
-            path.unlink(missing_ok=True)
 
     def open(self, settings: Mapping[str, Any]) -> None:
         """Go on with what is there, or begin. A last line that was cut by a kill is taken off.

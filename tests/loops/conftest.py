@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from conveyor.types import Prompt, Rollout
 from tests.tiny import save_tiny_policy
 
 REWARDS = """
-def low(prompts, completions, response_ids, **columns):
-    return [sum(token < 130 for token in ids) / len(ids) for ids in response_ids]
+def low(prompts, completions, completion_ids, **columns):
+    return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
 
-def even(prompts, completions, response_ids, **columns):
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in response_ids]
+def even(prompts, completions, completion_ids, **columns):
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 def same(prompts, completions, **columns):
     return [1.0 for _ in completions]
@@ -101,6 +102,24 @@ class TinyEngines:
         for prompt in sorted(prompts, key=lambda prompt: prompt.index * 7 % 5):  # not in their order
             on_prompt(self._sampled(model, prompt))
 
+    def install(self, policy: str) -> None:
+        self._installed = policy
+
+    def sample_stages(
+        self, first: str, prompts: Sequence[Prompt], on_prompt: Callable[[Sampled], None], sizes: Sequence[int],
+        enter: Callable[[int], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        """See `LoopEngines`."""
+
+        async def stages() -> None:
+            left = list(prompts)
+            for stage, size in enumerate(sizes):
+                await enter(stage)
+                self.sample(self._installed, left[:size], on_prompt)
+                del left[:size]
+
+        asyncio.run(stages())
+
     def rest(self) -> None:
         self.calls.append(("rest", None))
 
@@ -114,26 +133,29 @@ class TinyEngines:
         self.close()
 
     def _sampled(self, model: Any, prompt: Prompt) -> Sampled:
-        rollouts = [self._rollout(model, prompt, sample) for sample in range(self.recipe.rollout.n_samples_per_prompt)]
+        rollouts = self._rollouts(model, prompt)
         rewards = [{name: function(**call_arguments([rollout]))[0] for name, function in self._functions} for rollout in rollouts]
         scores = [plain_score(self.recipe, *one, 0) for one in zip(rewards, [r.truncated for r in rollouts], strict=True)]
         return Sampled(prompt, tuple(rollouts), tuple(rewards), tuple(scores))
 
     @torch.no_grad()
-    def _rollout(self, model: Any, prompt: Prompt, sample: int) -> Rollout:
-        drawn = torch.Generator().manual_seed((self.recipe.seed * 1009 + prompt.index % 10007) * 1009 + sample)
-        ids = list(prompt.token_ids)
-        while len(ids) < len(prompt.token_ids) + self.recipe.rollout.max_response_length:
-            weights = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
-            weights[self._tokenizer.eos_token_id] += 0.15
-            ids.append(int(torch.multinomial(weights, 1, generator=drawn)))
-            if ids[-1] == self._tokenizer.eos_token_id:
-                break
-        response = ids[len(prompt.token_ids) :]
+    def _rollouts(self, model: Any, prompt: Prompt) -> list[Rollout]:
+        n, end, start = self.recipe.rollout.n_samples_per_prompt, self._tokenizer.eos_token_id, len(prompt.token_ids)
+        seed = (self.recipe.seed * 1009 + prompt.index % 10007) * 1009
+        drawn = [torch.Generator().manual_seed(seed + sample) for sample in range(n)]
+        ids = torch.tensor([prompt.token_ids] * n)
+        for _ in range(self.recipe.rollout.max_response_length):
+            weights = model(ids).logits[:, -1].softmax(-1)
+            weights[:, end] += 0.15
+            following = [torch.multinomial(row, 1, generator=generator) for row, generator in zip(weights, drawn, strict=True)]
+            ids = torch.cat([ids, torch.stack(following)], 1)
+        return [self._rollout(prompt, sample, row[start:].tolist(), end) for sample, row in enumerate(ids)]
+
+    def _rollout(self, prompt: Prompt, sample: int, response: list[int], end: int) -> Rollout:
+        response = response[: response.index(end) + 1] if end in response else response
         text = self._tokenizer.decode(response, skip_special_tokens=True)
-        ended = response[-1] == self._tokenizer.eos_token_id
         none = torch.zeros(len(response))
-        return Rollout(prompt, sample, torch.tensor(response), none, none.int(), "stop" if ended else "length", text)
+        return Rollout(prompt, sample, torch.tensor(response), none, none.int(), "stop" if response[-1] == end else "length", text)
 
 
 class Finished:
@@ -163,18 +185,19 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 Run = Callable[..., Finished]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+@pytest.fixture(scope="session")
+def run() -> Run:
     """(recipe) → the run, finished; `engines`: the class of what samples."""
 
     def go(recipe: LoopRecipe, engines: type[TinyEngines] = TinyEngines) -> Finished:
         made: list[TinyEngines] = []
-        monkeypatch.setattr(run_module, "connect", lambda *_: False)
-        monkeypatch.setattr(run_module, "LoopEngines", lambda *given: made.append(engines(*given)) or made[0])
-        run_loop(recipe)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_module, "connect", lambda *_: False)
+            patch.setattr(run_module, "LoopEngines", lambda *given: made.append(engines(*given)) or made[0])
+            run_loop(recipe)
         return Finished(Path(recipe.output_dir), made[0])
 
-    yield go
+    return go
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

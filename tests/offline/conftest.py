@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,15 @@ from tests.tiny import save_tiny_policy, save_tiny_reward_model
 
 WIDE = {"initializer_range": 0.08}
 """Weights large enough for policy and reference to disagree by several nats a completion."""
+
+
+EVEN = [
+    {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    for prompt, chosen, rejected in [
+        ("2+3=", "5", "6"), ("sky", "blue", "grey"), ("up?", "up", "no"), ("?", "yes", "nay"), ("a b", "c d", "x y"), ("end", ".", "!"),
+    ]
+]  # fmt: skip
+"""Pairs whose sides are of one length, so that policy and reference put them in different orders; else lengths decide."""
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +88,7 @@ class Update:
 
 
 class _Watched(TrainEngine):
-    seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
+    seen: ClassVar[list[tuple[dict[str, Tensor], dict[str, Tensor]]]]
 
     def step(self, denominator: float) -> StepReport:
         weights = {name: weight.clone() for name, weight in self.named_weights()}
@@ -87,24 +96,26 @@ class _Watched(TrainEngine):
         return super().step(denominator)
 
 
-Updates = Callable[..., tuple[list[Update], Task]]
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> Updates:
-    """(recipe, count=1) → the first updates of its run, which then ends, and the task."""
-
-    def first(recipe: OfflineRecipe, count: int = 1) -> tuple[list[Update], Task]:
-        seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        monkeypatch.setattr(_Watched, "seen", seen, raising=False)
-        monkeypatch.setattr(fit_module, "TrainEngine", _Watched)
+def first_updates(recipe: OfflineRecipe, count: int = 1) -> tuple[list[Update], Task]:
+    """The first updates of a recipe's run on this rank, which then ends, and the task."""
+    _Watched.seen = []
+    fit_module.TrainEngine = _Watched  # type: ignore[misc]
+    try:
         task, held_out, tokenizer = read_task(recipe)
         run = fit_here((recipe, task, held_out, tokenizer, 0))
         rows: list[Any] = [next(run) for _ in range(count)]
         run.close()
-        return [Update(row, *kept) for row, kept in zip(rows, seen, strict=True)], task
+    finally:
+        fit_module.TrainEngine = TrainEngine  # type: ignore[misc]
+    return [Update(row, *kept) for row, kept in zip(rows, _Watched.seen, strict=True)], task
 
-    return first
+
+Updates = Callable[..., tuple[list[Update], Task]]
+
+
+@pytest.fixture
+def updates() -> Updates:
+    return first_updates
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from conveyor.algorithms.pair_losses import QUANTILES
 from conveyor.config.offline import REFERENCE_FREE, PairLoss
 from conveyor.offline.run import read_task
-from tests.offline.conftest import Prepare, Updates, alone, same
+from tests.offline.conftest import EVEN, Prepare, Updates, alone, same
 
 ROWS = [
     {"prompt": "1+1=", "chosen": "2", "rejected": "three"},
@@ -34,8 +35,9 @@ def weight_decides(settings: dict[str, Any], reference: Path) -> dict[str, Any]:
 def test_case_1_the_loss_does_not_depend_on_micro_batches(prepare: Prepare, updates: Updates, reference: Path, loss: str) -> None:
     """Neither the quantiles of aot nor the NLL term, whose denominator is tokens while the others count pairs."""
     settings = weight_decides({"loss": loss, "beta": 0.4, "nll_coef": 0.5}, reference)
-    (whole,), _ = updates(prepare("dpo", ROWS, train={"micro_batch_size": 5}, **settings))
-    (cut,), _ = updates(prepare("dpo", ROWS, train={"micro_batch_size": 2}, **settings))
+    rows = EVEN if loss in QUANTILES else ROWS
+    (whole,), _ = updates(prepare("dpo", rows, train={"micro_batch_size": len(rows)}, **settings))
+    (cut,), _ = updates(prepare("dpo", rows, train={"micro_batch_size": 2}, **settings))
     same(cut, whole.loss, whole.gradient)
     assert cut.row["grad_norm"] == pytest.approx(whole.row["grad_norm"], rel=1e-5)
     for name in ("loss/nll", "rewards/margin", "rewards/accuracy", "logprobs/rejected"):
@@ -46,7 +48,7 @@ BY_HAND: dict[str, tuple[dict[str, Any], Callable[[float, float], float]]] = {
     "cDPO": ({"loss": "sigmoid", "beta": 0.4, "label_smoothing": 0.2},
              lambda delta, _: -0.8 * log_sigmoid(0.4 * delta) - 0.2 * log_sigmoid(-0.4 * delta)),
     "RSO sigmoid-norm": ({"loss": "sigmoid", "beta": 0.5}, lambda delta, _: math.log1p(math.exp(-0.5 * delta))),
-    "RSO hinge-norm": ({"loss": "hinge", "beta": 0.5}, lambda delta, _: max(0.0, 1 - 0.5 * delta)),
+    "RSO hinge-norm": ({"loss": "hinge", "beta": 1.0}, lambda delta, _: max(0.0, 1 - delta)),
     "SLiC": ({"loss": "slic", "margin": 1.5, "nll_coef": 0.0}, lambda _, gap: max(0.0, 1.5 - gap)),
 }  # fmt: skip
 
@@ -62,6 +64,16 @@ def test_by_hand(prepare: Prepare, updates: Updates, policy: Path, reference: Pa
     wanted = [formula(delta, gap) for delta, gap in zip(deltas, gaps, strict=True)]
     assert update.loss == pytest.approx(np.mean(wanted), abs=1e-5)
     assert (0 in wanted) == (name in ("RSO hinge-norm", "SLiC")), "both sides of the hinge are met"
+
+
+def test_aot_compares_pairs_of_equal_rank(prepare: Prepare, updates: Updates, policy: Path, reference: Path) -> None:
+    """The policy's difference of each pair with the reference's of equal rank, which is another pair's here."""
+    (update,), task = updates(prepare("dpo", EVEN, dpo={"loss": "aot", "beta": 0.4}, reference={"path": str(reference)}))
+    n = len(EVEN)
+    ours, theirs = (np.subtract(found[:n], found[n:]) for found in (alone(policy, task.samples), alone(reference, task.samples)))
+    assert (ours.argsort() != theirs.argsort()).any()
+    wanted = [-log_sigmoid(0.4 * difference) for difference in np.sort(ours) - np.sort(theirs)]
+    assert update.loss == pytest.approx(np.mean(wanted), abs=1e-5)
 
 
 def test_slic_regularises_with_the_chosen_completions_nll(prepare: Prepare, updates: Updates, policy: Path) -> None:

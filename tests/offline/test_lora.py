@@ -8,7 +8,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conveyor.config import UserError
-from conveyor.offline.run import read_task, run_offline
+from conveyor.offline import fit as fit_module
+from conveyor.offline.run import check_offline, read_task, run_offline
 from conveyor.report.progress import read_metrics
 from conveyor.run_folder import RunFolder
 from conveyor.workers.fit import fit_here
@@ -87,8 +88,12 @@ def test_resumed_is_one_that_never_stopped(prepare: Prepare, tmp_path: Path, zer
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
 
 
-def test_unknown_target_modules_are_one_line(prepare: Prepare, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"lora.target_modules: no linear layer is named qproj; the model has down_proj, ") as caught:
-        run_offline(prepare("sft", SUPERVISED, lora=LORA | {"target_modules": ["qproj"]}))
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/adapter").exists()
+def test_unknown_target_modules_are_one_line_before_a_model_is_loaded(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_module, "TrainEngine", None)
+    for act in (check_offline, run_offline):
+        with pytest.raises(UserError, match=r"lora.target_modules: no linear layer is named qproj; the model has down_proj, ") as caught:
+            act(prepare("reward_model", PAIRS, lora=LORA | {"target_modules": ["qproj"]}))
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()

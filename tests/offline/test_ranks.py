@@ -16,12 +16,10 @@ from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.config import OfflineRecipe, parse_recipe, sections
 from conveyor.data.samples import Sample
 from conveyor.models.train_engine import TrainEngine
-from conveyor.offline import fit as fit_module
-from conveyor.offline.fit import Trainer, fit
-from conveyor.offline.run import read_task
+from conveyor.offline.fit import Trainer
 from conveyor.offline.task import Task
-from conveyor.workers.reports import StepReport
 from tests.models.ranks import one_rank, spawn
+from tests.offline.conftest import EVEN, first_updates, same
 
 PAIRS = [
     {"prompt": "1+1=", "chosen": "2", "rejected": "three"},
@@ -30,7 +28,9 @@ PAIRS = [
     {"prompt": "say it twice", "chosen": "it it", "rejected": "it it it it"},
     {"prompt": "end", "chosen": ".", "rejected": "!"},
 ]
-LABELLED = [{"prompt": row["prompt"], "completion": row[("rejected", "chosen")[i % 2]], "label": bool(i % 2)} for i, row in enumerate(PAIRS)]
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row[("rejected", "chosen")[i % 2]], "label": bool(i % 2)} for i, row in enumerate(PAIRS)
+]
 SOLUTIONS = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "labels": [1, 0]} for row in PAIRS]
 DPO: dict[str, Any] = {"method": "dpo", "dpo": {"beta": 0.4, "nll_coef": 0.5}}
 AOT: dict[str, Any] = {"method": "dpo", "dpo": {"loss": "aot", "beta": 0.4}}
@@ -40,8 +40,7 @@ CASES: dict[str, tuple[list[dict], dict[str, Any], int]] = {
     "dpo, ZeRO-2": (PAIRS, DPO, 2),
     "dpo, ZeRO-3": (PAIRS, DPO, 3),
     "dpo, ZeRO-3, LoRA": (PAIRS, DPO | {"lora": {"rank": 4}}, 3),
-    "aot": (PAIRS, AOT, 0),
-    "aot, ZeRO-3": (PAIRS, AOT, 3),
+    "aot": (EVEN[:5], AOT, 0),
     "kto": (LABELLED, {"method": "kto", "kto": {"beta": 0.4}}, 0),
     "bco": (LABELLED, {"method": "bco", "bco": {"beta": 0.4}}, 0),
     "process_reward_model": (SOLUTIONS, {"method": "process_reward_model"}, 2),
@@ -50,23 +49,15 @@ CASES: dict[str, tuple[list[dict], dict[str, Any], int]] = {
 REFERENCE_FREE_METHODS = ("process_reward_model",)
 
 
-class Watched(TrainEngine):
-    gradients: list[dict[str, Tensor]] = []
-
-    def step(self, denominator: float) -> StepReport:
-        self.gradients.append(dict(self.gradient(denominator)))
-        return super().step(denominator)
-
-
 def prepared(name: str, folder: Path, ranks: int, policy: Path, reference: Path) -> OfflineRecipe:
     rows, settings, stage = CASES[name]
-    file = folder / f"{settings['method']}.jsonl"
+    file = folder / f"{name}.jsonl"
     if ranks == 1:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = parse_recipe(
         dict(
             output_dir=str(folder / f"{name} on {ranks}"), model={"path": str(policy)}, data={"path": str(file), "shuffle": False},
-            train={"train_batch_size": 5, "micro_batch_size": 2, "epochs": 2, "learning_rate": 1e-3, "zero_stage": stage if ranks > 1 else 0},
+            train={"train_batch_size": 5, "micro_batch_size": 2, "epochs": 2, "learning_rate": 1e-3, "zero_stage": stage * (ranks > 1)},
             **settings, **({} if settings["method"] in REFERENCE_FREE_METHODS else {"reference": {"path": str(reference)}}),
         )
     )  # fmt: skip
@@ -74,19 +65,9 @@ def prepared(name: str, folder: Path, ranks: int, policy: Path, reference: Path)
     return recipe
 
 
-def two_updates(recipe: OfflineRecipe) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    Watched.gradients = []
-    fit_module.TrainEngine = Watched
-    try:
-        task, _, tokenizer = read_task(recipe)
-        return list(fit(recipe, task, None, tokenizer)), Watched.gradients
-    finally:
-        fit_module.TrainEngine = TrainEngine
-
-
 def on_two(rank: int, ranks: int, port: int, folder: Path, policy: Path, reference: Path) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    found = {name: two_updates(prepared(name, folder, ranks, policy, reference)) for name in CASES}
+    found = {name: first_updates(prepared(name, folder, ranks, policy, reference), 2)[0] for name in CASES}
     toy = case_1(micro_batch_size=2)
     if rank == 0:
         torch.save((found, toy), folder / "found.pt")
@@ -123,18 +104,18 @@ class Given(Task):
 class One(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(1))
 
 
 def case_1(micro_batch_size: int) -> tuple[float, float, float]:
     """(loss, gradient of the one weight, held-out loss) of token losses 1, 1, 1, 1 and 5."""
-    engine = Watched(One(), sections.Train(), learning_rate=0.1, total_updates=1, dtype="float32", accelerator="cpu")
-    Watched.gradients = []
+    train = sections.Train(max_grad_norm=1e9)
+    engine = TrainEngine(One(), train, learning_rate=0.1, total_updates=1, dtype="float32", accelerator="cpu")
     task = Given(None, [[1.0, 1.0, 1.0, 1.0], [5.0]])  # type: ignore[arg-type]
     trainer = Trainer(engine, micro_batch_size)
     held_out = trainer.evaluate(task)["loss"]
     row = trainer.update(task, [0, 1])
-    return row["loss"], float(Watched.gradients[0]["weight"]), held_out
+    return row["loss"], row["grad_norm"], held_out
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
@@ -147,15 +128,14 @@ def test_case_1_the_mean_is_over_the_tokens_of_the_update(micro_batch_size: int)
 def test_two_ranks_make_the_updates_of_one(policy: Path, reference: Path, tmp_path: Path) -> None:
     """Losses, whole gradients and all metrics that no clock decides, of two updates."""
     one_rank()
-    wanted = {name: two_updates(prepared(name, tmp_path, 1, policy, reference)) for name in CASES}
+    wanted = {name: first_updates(prepared(name, tmp_path, 1, policy, reference), 2)[0] for name in CASES}
     spawn(on_two, 2, tmp_path, policy, reference)
     found, toy = torch.load(tmp_path / "found.pt", weights_only=False)
     assert toy == pytest.approx((1.8, 1.8, 1.8)), "case 1 over two ranks, an item each"
-    for name, (rows, gradients) in wanted.items():
-        for row, other in zip(rows, found[name][0], strict=True):
-            assert row.keys() == other.keys()
-            for key in row.keys() - {"time/step", "tokens_per_second"}:
-                assert other[key] == pytest.approx(row[key], rel=2e-5, abs=1e-5), (name, key)
-        for gradient, other in zip(gradients, found[name][1], strict=True):
-            for part, values in gradient.items():
-                torch.testing.assert_close(other[part], values, atol=1e-5, rtol=1e-5, msg=lambda text, at=(name, part): f"{at}: {text}")
+    for name, updates in wanted.items():
+        for one, two in zip(updates, found[name], strict=True):
+            assert one.row.keys() == two.row.keys()
+            for key in one.row.keys() - {"time/step", "tokens_per_second"}:
+                assert two.row[key] == pytest.approx(one.row[key], rel=2e-5, abs=1e-5), (name, key)
+            assert one.row["samples"] == 5, "case 16: all five, once"
+            same(two, one.loss, one.gradient)

@@ -134,9 +134,7 @@ def test_other_samples_masks_weights_and_types_are_other_questions(loads: list[s
     assert len(loads) == len(list(folder.iterdir())) == 8
 
 
-def test_a_kill_while_it_is_written_is_harmless(
-    monkeypatch: pytest.MonkeyPatch, loads: list[str], reference: Path, tmp_path: Path
-) -> None:
+def test_a_kill_while_it_is_written_is_harmless(monkeypatch: pytest.MonkeyPatch, loads: list[str], reference: Path, tmp_path: Path) -> None:
     def killed(tensors: object, path: str) -> None:
         Path(path).write_bytes(b"half of it")
         raise KeyboardInterrupt

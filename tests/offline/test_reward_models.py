@@ -101,9 +101,7 @@ def test_case_10_a_process_reward_model_learns_and_keeps_its_head(prepare: Prepa
 
 
 @pytest.mark.parametrize("method", ["reward_model", "process_reward_model"])
-def test_case_10_a_classifier_without_its_head_is_refused(
-    prepare: Prepare, policy: Path, tmp_path: Path, method: str
-) -> None:
+def test_case_10_a_classifier_without_its_head_is_refused(prepare: Prepare, policy: Path, tmp_path: Path, method: str) -> None:
     """It says that it is one: its scores would be random."""
     broken = tmp_path / "broken"
     model = AutoModelForCausalLM.from_pretrained(policy)

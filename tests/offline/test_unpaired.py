@@ -74,7 +74,7 @@ def test_case_12_no_row_is_paired_with_itself(prepare: Prepare, prompts: tuple[s
 
 def test_case_12_one_row_alone_is_a_clear_error(prepare: Prepare) -> None:
     seven = prepare("kto", ROWS, train={"train_batch_size": 3})  # 3, 3 and 1
-    with pytest.raises(UserError, match=r"data.path: an update would have a single row, .* set data.drop_last, or another") as caught:
+    with pytest.raises(UserError, match=r"train_batch_size: an update would have one row, .* set data.drop_last") as caught:
         check_offline(seven)
     assert "\n" not in str(caught.value)
     assert check_offline(prepare("kto", ROWS, train={"train_batch_size": 3}, data={"drop_last": True}))["updates"] == 2

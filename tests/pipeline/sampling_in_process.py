@@ -18,6 +18,7 @@ import torch
 from conveyor.config import OnlineRecipe
 from conveyor.pipeline.sampling import Sampler
 from conveyor.rewards import load_function
+from conveyor.rewards.functions import accepted
 from conveyor.rewards.scorer import call_arguments
 from conveyor.types import PartialScores, Prompt, Rollout
 from conveyor.workers.clocks import Clocks
@@ -91,7 +92,7 @@ class Judges:
             if self._waiting:
                 await asyncio.sleep(self._pause)
                 rollout, start = self._waiting.pop()
-                rewards = {name: function(**call_arguments([rollout]))[0] for name, function in self._functions}
+                rewards = {name: function(**accepted(function, call_arguments([rollout])))[0] for name, function in self._functions}
                 yield (Judged(rollout.id, 0, rewards, 0, 0, Span(start, time.time())),)
             await asyncio.sleep(0)
 

@@ -1,7 +1,7 @@
 """`conveyor generate` and `conveyor score`: what their files hold, and that a kill at any moment costs nothing but time."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,21 @@ from unittest.mock import patch
 import pytest
 
 from conveyor.cli import main
-from conveyor.config import UserError, sections
+from conveyor.config import UserError, load_recipe, sections
 from conveyor.data.completions import load_completions
 from conveyor.data.rows import BadRows, read_rows
 from conveyor.data.sft import load_sft
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.pipeline.row_store import RowStore
+from conveyor.run_folder import RunFolder
 from tests.pipeline.sampling_in_process import Here, LengthModel, in_process
 from tests.tiny import save_tiny_policy, save_tiny_reward_model
 
 PROMPTS = 9
 REWARDS = """
 def count(prompts, completions, answer, **columns):
-    return [None if answer == 2 else text.count("a") + 0.5 * answer for text, answer in zip(completions, answer)]
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [None if answer == 2 else text.count("a") + 0.5 * answer for text, answer in zip(texts, answer)]
 
 def words(prompts, completions):
     assert all(isinstance(prompt, list) == isinstance(text, list) for prompt, text in zip(prompts, completions))
@@ -51,6 +53,15 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "rewards: [{name: count, function: 'rewards.py:count', weight: 2}]\nrollout: {max_response_length: 6}\nseed: 3\n"
     )
     return tmp_path
+
+
+def only_texts() -> None:
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}", "answer": i % 3}) + "\n" for i in range(PROMPTS)))
+
+
+def add(file: str, text: str) -> None:
+    with Path(file).open("a") as opened:
+        opened.write(text)
 
 
 def generate(models: Path, *more: str) -> int:
@@ -84,6 +95,7 @@ def test_a_row_a_sample_in_the_order_of_the_data(here: Path, models: Path, capsy
 
 
 def test_it_is_a_dataset_that_sft_reads(here: Path, models: Path) -> None:
+    only_texts()
     assert generate(models, "--format", "parquet") == 0
     tokenizer = load_tokenizer(sections.Model(path=str(models / "policy")))
     samples = load_sft(sections.Data(path="out/samples.parquet"), tokenizer)
@@ -92,7 +104,7 @@ def test_it_is_a_dataset_that_sft_reads(here: Path, models: Path) -> None:
     ]
 
 
-class Killed(BaseException):
+class Killed(Exception):
     pass
 
 
@@ -144,21 +156,25 @@ def test_what_is_complete_stays_and_overwrite_begins_anew(here: Path, models: Pa
 
 
 @pytest.mark.parametrize(
-    ("change", "line"),
+    ("more", "change", "line"),
     [
-        (lambda models: generate(models, "--rollout.temperature", "0.7"), "rollout.temperature: 0.7, but out was begun with 1.0"),
-        (lambda models: generate(models, "--n", "3"), "rollout.n_samples_per_prompt: 3, but out was begun with 2"),
-        (lambda models: generate(models, "--logprobs"), "logprobs: True, but out was begun with False"),
-        (lambda models: Path("prompts.jsonl").open("a").write('{"prompt": "more", "answer": 1}\n') and generate(models), "data.path (content): "),
-        (lambda models: Path("rewards.py").open("a").write("#\n") and generate(models), "rewards.count (files): "),
-        (lambda models: generate(models, "--rewards.0.weight", "3"), "rewards.count.weight: 3.0, but out was begun with 2.0"),
+        (("--rollout.temperature", "0.7"), (), "rollout.temperature: 0.7, but out was begun with 1.0"),
+        (("--n", "3"), (), "rollout.n_samples_per_prompt: 3, but out was begun with 2"),
+        (("--logprobs",), (), "logprobs: True, but out was begun with False"),
+        ((), ("prompts.jsonl", '{"prompt": "more", "answer": 1}\n'), "data.path (content): "),
+        ((), ("rewards.py", "#\n"), "rewards.count (files): "),
+        (("--rewards.0.weight", "3"), (), "rewards.count.weight: 3.0, but out was begun with 2.0"),
     ],
 )  # fmt: skip
-def test_other_settings_do_not_go_on_with_it(here: Path, models: Path, change: Callable[[Path], int], line: str, capsys: Any) -> None:
+def test_other_settings_do_not_go_on_with_it(
+    here: Path, models: Path, more: tuple[str, ...], change: tuple[str, ...], line: str, capsys: Any
+) -> None:
     with killed_after(5, b""):
         generate(models)
     kept = Path("out/samples.partial.jsonl").read_bytes()
-    assert change(models) == 2
+    if change:
+        add(*change)
+    assert generate(models, *more) == 2
     assert line in capsys.readouterr().err and Path("out/samples.partial.jsonl").read_bytes() == kept
     Path("out/samples.settings.json").unlink()
 
@@ -166,8 +182,9 @@ def test_other_settings_do_not_go_on_with_it(here: Path, models: Path, change: C
 def test_settings_that_change_no_sample_may_differ(here: Path, models: Path) -> None:
     with killed_after(5, b""):
         generate(models)
-    assert generate(models, "--rollout.max_concurrent_requests", "9", "--devices.rollout", "1", "--format", "parquet") == 0
-    assert len(rows("out/samples.parquet")) == 2 * PROMPTS
+    assert generate(models, "--format", "parquet") == 2, "prompts are texts and messages"
+    assert generate(models, "--rollout.max_concurrent_requests", "9", "--devices.rollout", "1") == 0
+    assert len(rows("out/samples.jsonl")) == 2 * PROMPTS
 
 
 def test_a_run_is_not_written_over(here: Path, models: Path, capsys: Any) -> None:
@@ -179,6 +196,16 @@ def test_a_run_is_not_written_over(here: Path, models: Path, capsys: Any) -> Non
     Path("out/samples.jsonl").write_text("{}\n")
     assert generate(models) == 2
     assert "is not of this command" in capsys.readouterr().err and Path("out/samples.jsonl").read_text() == "{}\n"
+
+
+def test_one_command_does_not_write_over_another(here: Path, models: Path, capsys: Any) -> None:
+    assert generate(models) == 0
+    made = Path("out/samples.jsonl").read_bytes()
+    Path("rows.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    assert score("rows.jsonl", "--reward", "rewards.py:words", "--output-dir", "out", "--overwrite") == 2
+    assert "out/samples.jsonl is of another command" in capsys.readouterr().err and Path("out/samples.jsonl").read_bytes() == made
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder.check(load_recipe("recipe.yaml", {"output_dir": "out"}))
 
 
 def test_the_condition_of_a_model_is_put_to_its_engines_alone(here: Path, models: Path, tmp_path: Path, capsys: Any) -> None:
