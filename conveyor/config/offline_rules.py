@@ -67,6 +67,9 @@ def _condition(condition: Condition) -> Broken:
         if condition.template.count(mark) != 1:
             yield "condition.template", f"must hold {mark} once"
     if condition.kind == "class":
+        for name, of_class in condition.classes.items():
+            if "{prompt}" in of_class.text:
+                yield f"condition.classes.{name}.text", "must not hold {prompt}: the prompt would stand there twice"
         if not condition.classes:
             yield "condition.classes", "name the classes, each with its text: {expert: {text: Expert, weight: 1.0}, …}"
         elif condition.target is not None and str(condition.target) not in condition.classes:
@@ -107,6 +110,8 @@ def _loop(recipe: LoopRecipe) -> Broken:
         yield from _pairs(recipe, rounds)
     if isinstance(recipe, RejectionSamplingRecipe) and recipe.rounds.reference is not None:
         yield "rounds.reference", "rejection_sampling has none"
+    if isinstance(recipe, RsoRecipe | IterativeDpoRecipe) and recipe.rounds.reference is not None and not recipe.dpo.needs_reference:
+        yield "rounds.reference", f"{recipe.dpo.loss} asks no reference"
 
 
 def _pairs(recipe: IterativeDpoRecipe, rounds: int) -> Broken:

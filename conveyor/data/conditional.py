@@ -32,10 +32,11 @@ class Normalisation:
 
     mean: float
     std: float
+    """0 where all rewards are equal, which `load_conditional` refuses."""
 
     def text(self, reward: float, decimals: int) -> str:
         """The normalised reward as the prompt spells it; minus zero is zero."""
-        written = f"{(reward - self.mean) / self.std:.{decimals}f}"
+        written = f"{(reward - self.mean) / (self.std or 1.0):.{decimals}f}"
         return written if float(written) else f"{0.0:.{decimals}f}"
 
 
@@ -64,7 +65,11 @@ def load_conditional(
         conditioned = _conditioned(row, condition.template.replace("{condition}", text), prompt)
         return Meaning((draft(row, conditioned, completion, key, data.apply_chat_template),), lambda sample: [Weighted(sample, weight)])
 
-    return load_items(data, tokenizer, meaning, path=path, train_on=data.train_on), normalisation
+    items = load_items(data, tokenizer, meaning, path=path, train_on=data.train_on)
+    if normalisation is not None and not normalisation.std:
+        told = f"{data.reward_column} is {normalisation.mean:g} in every row"
+        raise UserError(f"{path or data.path}: {told}: there is nothing to condition on")
+    return items, normalisation
 
 
 def _fit(data: sections.Data, condition: Condition, path: str | None) -> Normalisation:
@@ -79,10 +84,10 @@ def _fit(data: sections.Data, condition: Condition, path: str | None) -> Normali
             continue
     if not rewards:
         return Normalisation(0.0, 1.0)
-    if condition.std is None and min(rewards) == max(rewards):
-        raise UserError(f"{source}: {data.reward_column} is {rewards[0]:g} in every row: there is nothing to condition on")
     mean = float(np.mean(rewards)) if condition.mean is None else condition.mean
-    return Normalisation(mean, float(np.std(rewards)) if condition.std is None else condition.std)
+    if condition.std is not None:
+        return Normalisation(mean, condition.std)
+    return Normalisation(mean, float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0)
 
 
 def _of_class(row: Row, data: sections.Data, condition: Condition) -> tuple[str, float]:

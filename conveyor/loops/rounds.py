@@ -129,7 +129,9 @@ class Loop:
         if not file.exists():
             samples = SamplesFile(file)
             done = samples.done()
-            with samples:
-                self.engines.sample(policy, [prompt for prompt in prompts if prompt.index not in done], samples.append)
+            left = [prompt for prompt in prompts if prompt.index not in done]
+            if left:
+                with samples:
+                    self.engines.sample(policy, left, samples.append)
             samples.complete()
         return time.perf_counter() - began

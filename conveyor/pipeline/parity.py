@@ -170,7 +170,7 @@ def run(known: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Exit status 0 where both runs agree within the tolerance, else 1."""
     recipe = load_recipe(known.recipe, overrides)
     if not isinstance(recipe, OnlineRecipe):
-        raise UserError(f"{known.recipe}: method: {recipe.method} has no stages to overlap; parity is for methods that sample")
+        raise UserError(f"{known.recipe}: method: {recipe.method} has no stages to overlap; parity is for online methods")
     if known.steps < 1:
         raise UserError(f"--steps: {known.steps}: must be 1 or more")
     if known.tolerance is not None and not 0 <= known.tolerance < math.inf:

@@ -36,6 +36,8 @@ OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
     (dpo(loss="sigmoid", margin=1.0), "dpo.margin: sigmoid has none; only simpo and slic do"),
     (offline("dpo", dpo={"loss": "cpo"}, reference={"path": "r"}), "reference: cpo asks no reference"),
     (offline("dpo", dpo={"loss": "orpo"}, reference_cache="c"), "reference_cache: orpo asks no reference"),
+    (loop("rso", dpo={"loss": "simpo"}, rounds={"reference": "first"}), "rounds.reference: simpo asks no reference"),
+    (conditional(kind="class", classes={"a": {"text": "as {prompt}"}}), "condition.classes.a.text: must not hold {prompt}"),
     (loop("iterative_dpo", dpo={"loss": "ipo", "label_smoothing": 0.1}), "dpo.label_smoothing: ipo knows no wrong labels"),
     (loop("rso", dpo={"loss": "hinge", "margin": 1}), "dpo.margin: hinge has none"),
     # KTO

@@ -108,7 +108,9 @@ def test_a_run_killed_at_every_step_of_every_round_ends_as_one_that_was_not(
         assert not (path / "samples.jsonl").exists()
         if number == 1:
             assert [row["step"] for row in killed.rows] == [0]
-        end(rounds_module, "selected_rows")
+        end(rounds_module.SamplesFile, "complete")
+        assert not (path / "samples.jsonl").exists()
+        end(rounds_module, "selected_rows", engines=_Nothing)
         assert (path / "samples.jsonl").exists() and not (path / "selected.jsonl").exists()
         end(rounds_module, "fit_round", engines=_Nothing)
         assert (path / "selected.jsonl").exists() and not (path / "train").exists()

@@ -273,3 +273,12 @@ def test_at_staleness_1_a_round_is_sampled_by_the_policy_before_the_newest(make_
         assert done.rows[number - 1]["train/loss"] == pytest.approx(dpo_loss(rows, start, sampler), abs=1e-5)
     resumed = run(make_loop("iterative_dpo", tmp_path / "run", changes | {"checkpoint.resume": True}))
     assert [untimed(row) for row in resumed.rows] == done.rows and AutoModelForCausalLM.from_pretrained(done.path / "model")
+
+
+def test_at_staleness_1_a_skipped_round_leaves_the_policy_too(make_loop: Make, run: Run, tmp_path: Path) -> None:
+    changes = WHOLE | {"rounds.count": 4, "rounds.max_staleness": 1, "rounds.accumulate": False}
+    done = run(make_loop("iterative_dpo", tmp_path / "run", changes), _Cut)
+    samplers = [call[1][0] for call in done.calls if call[0] == "sample"]
+    assert samplers[1] == samplers[0] and samplers[2:] == [str(done.model(1))] * 2
+    assert [row["learnt"] > 0 for row in done.rows] == [True, False, False, False]
+    assert distance(done.path / "model", done.model(1)) == 0.0
