@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 LOCK := requirements/cpu.txt requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast bench learn lint smollm2
+.PHONY: help setup quickstart test test-fast bench learn lint smollm2 world
 
 help:
 	@echo "make setup       create $(VENV) with everything pinned (about 3 minutes, once)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-fast   the tests that need neither Ray nor vLLM"
 	@echo "make bench       measure speed against what is to be reached (about 20 minutes; leave the machine alone meanwhile)"
 	@echo "make learn       six methods learn the quickstart's task, three seeds each (half an hour; runs quickstart first if need be)"
+	@echo "make world       every method with the same budget of samples, in a world whose true reward is known (about 20 minutes)"
 	@echo "make lint        ruff and mypy"
 	@echo "make smollm2     SmolLM2-135M on a CPU: three updates each of SFT, DPO and KTO, then two GRPO steps (a few minutes)"
 
@@ -44,6 +45,9 @@ bench: $(STAMP)
 
 learn: $(STAMP)
 	@$(RUN) -m benchmarks.learn
+
+world: $(STAMP)
+	@$(RUN) -m benchmarks.world
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -1,7 +1,7 @@
 """Supervised fine-tuning and DPO here against TRL's SFTTrainer and DPOTrainer: the same tokens, model, micro-batches and optimizer.
 
-Each side is a process of one thread (`offline_sides.py`), and only one of them works at a time: a round is one turn of each mode, the sides by turns.
-Everything is in real tokens, those of the samples, per second; a ratio is that of the medians over the rounds.
+Each side is a process of one thread (`offline_sides.py`), and only one of them works at a time: a round is one turn of each mode,
+the sides by turns. Rates are of real tokens, those of the samples without padding; a ratio is that of the medians over the rounds.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import offline_sides
-from benchmarks.offline_sides import MODELS, Facts
+from benchmarks.offline_sides import Facts
 from benchmarks.results import Result, Say, median
 
-ROUNDS = {"llama_2m": 5, "smollm2_2_layers": 1}
+ROUNDS = 3
 MODES = (
     ("conveyor", "padded"), ("trl", "padded"), ("conveyor", "packed"), ("trl", "packed"), ("conveyor", "sorted"), ("trl", "padding_free"),
     ("conveyor", "dpo"), ("trl", "dpo"), ("conveyor", "dpo_reference"), ("trl", "dpo_reference"),
@@ -31,9 +31,8 @@ Rates = dict[str, dict[str, list[float]]]
 
 
 def run(folder: Path, say: Say) -> list[Result]:
-    measured = {name: _measure(name, rounds, say) for name, rounds in ROUNDS.items()}
-    rates, facts = measured["llama_2m"]
-    details = {"models": {name: {"tokens_per_second": of, **known} for name, (of, known) in measured.items()}}
+    rates, facts = _measure(say)
+    details = {"tokens_per_second": rates, **facts}
     exact = ["trl/padded"] + [f"trl/{mode}" for mode in ("packed", "padding_free") if facts[f"{mode}_difference"] <= EXACT]
     best = max(exact, key=lambda mode: median(rates[mode]["wall"]))
     return [
@@ -50,22 +49,21 @@ def _result(name: str, what: str, rates: Rates, ours: str, other: str, target: f
     return Result(name, what, ratios["wall"], target, details={"by_cpu_time": ratios["cpu"], **(details or {})})
 
 
-def _measure(name: str, rounds: int, say: Say) -> tuple[Rates, Facts]:
-    """Rates of a model, without the first round."""
+def _measure(say: Say) -> tuple[Rates, Facts]:
+    """Rates, without the first round, and what the sides say of themselves."""
     rates: Rates = {f"{side}/{mode}": {"wall": [], "cpu": []} for side, mode in MODES}
     with tempfile.TemporaryDirectory() as scratch:
-        model = offline_sides.save_model(Path(scratch), name)
+        model = offline_sides.save_model(Path(scratch))
         with _side("conveyor", model, scratch) as (conveyor, ours), _side("trl", model, scratch) as (trl, theirs):
-            for number in range(rounds + 1):
+            for number in range(ROUNDS + 1):
                 for side, mode in MODES:
                     pipe = conveyor if side == "conveyor" else trl
                     pipe.send(mode)
                     wall, cpu, tokens = pipe.recv()
+                    say(f"round {number}: {side}/{mode} {tokens / wall:,.0f} tokens/s, {tokens / cpu:,.0f} a second of CPU time")
                     if number:  # the first turn of each warms up
                         rates[f"{side}/{mode}"]["wall"].append(tokens / wall)
                         rates[f"{side}/{mode}"]["cpu"].append(tokens / cpu)
-    for mode, found in rates.items():
-        say(f"{name} {mode}: {median(found['wall']):,.0f} tokens/s, {median(found['cpu']):,.0f} a second of CPU time")
     return rates, ours | theirs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCallback
+from transformers.utils import logging
 
 from conveyor.config import OfflineRecipe, parse_recipe
 from conveyor.data.conditional import Weighted
@@ -32,36 +34,33 @@ MICRO_BATCH = 8
 """Rows of a micro-batch: samples, packed rows, or pairs."""
 ROWS = {"sft": 64, "packed": 24, "dpo": 16}
 """Rows of an update; about as many tokens for packed rows as for samples."""
-SAMPLES, PAIRS = 192, 48
+SAMPLES, PAIRS = 64, 16
 """Of a turn."""
 MEDIAN, SIGMA, SHORTEST = 120, 0.8, 8
 """Tokens of a sample: lognormal, cut at both ends."""
 PROMPT_SHARE = 1 / 3
 """Of a pair's mean length; supervised samples are learnt whole."""
-MODELS: dict[str, dict[str, Any]] = {
-    "llama_2m": dict(hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
-                     vocab_size=8192),
-    "smollm2_2_layers": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=9, num_key_value_heads=3,
-                             vocab_size=49152),
-}  # fmt: skip
-"""Tied embeddings: 1.8M parameters, and SmolLM2-135M's shapes with 2 of its 30 layers, 35M."""
+MODEL: dict[str, Any] = dict(
+    hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, vocab_size=8192
+)
+"""With tied embeddings 1.8M parameters."""
 
 Turn = Callable[[], int]
 """One pass over the data; returns the real tokens it trained."""
 Facts = dict[str, float]
 
 
-def save_model(folder: Path, name: str) -> Path:
+def save_model(folder: Path) -> Path:
     """An untrained model with a tokenizer, which nothing is tokenised with."""
     tokenizer = train_tokenizer(["a b c"])
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        **MODELS[name], max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+        **MODEL, max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / name)
-    tokenizer.save_pretrained(folder / name)
-    return folder / name
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
 
 
 def lengths(count: int, seed: int) -> list[int]:
@@ -94,6 +93,8 @@ def pairs() -> list[Pair]:
 def serve(side: str, model: str, folder: str, pipe: Connection) -> None:
     """Send the side's facts, then answer each name of a turn with (seconds, CPU seconds of this process, real tokens), until None comes."""
     warnings.simplefilter("ignore")
+    os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     facts, turns = {"conveyor": conveyor_turns, "trl": trl_turns}[side](Path(model), Path(folder))
     pipe.send(facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,16 +36,26 @@ class TokenHead(nn.Linear):
         return head
 
     def forward(
-        self, hidden: Tensor, ids: Tensor | None = None, temperature: float = 1.0, entropy_grad: bool = False, chunk: int | None = None
+        self,
+        hidden: Tensor,
+        ids: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        chunk: int | None = None,
+        entropy: bool = True,
     ) -> Any:
-        """hidden [..., H] → logits [..., V]; with `ids` int64 [N], hidden [N, H] → log-probs [N] and entropies [N], float32."""
+        """hidden [..., H] → logits [..., V]; with `ids` int64 [N], hidden [N, H] → (log-probs [N], entropies [N]), float32.
+
+        Without `entropy`, which is two more passes over [N, V], a tuple of the log-probs alone.
+        """
         if ids is None:
             return super().forward(hidden)
         chunk = chunk or max(1, CHUNK_LOGITS // self.out_features)
+        scored = partial(_logprobs_entropy, entropy_grad=entropy_grad) if entropy else _logprobs
         if len(ids) <= chunk:
-            return _logprobs_entropy(hidden, ids, self.weight, self.bias, temperature, entropy_grad)
+            return scored(hidden, ids, self.weight, self.bias, temperature)
         parts = [
-            checkpoint(_logprobs_entropy, *part, self.weight, self.bias, temperature, entropy_grad, use_reentrant=False)
+            checkpoint(scored, *part, self.weight, self.bias, temperature, use_reentrant=False)
             for part in zip(hidden.split(chunk), ids.split(chunk), strict=True)
         ]
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
@@ -159,7 +170,8 @@ def target_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """float32 [N]: log-probabilities of the N tokens in the loss, row by row. Only they meet the output layer."""
     hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
     targets = batch.loss_mask[:, 1:]
-    logprobs, _ = model.get_output_embeddings()(hidden[:, :-1][targets], batch.input_ids[:, 1:][targets])
+    head = model.get_output_embeddings()
+    (logprobs,) = head(hidden[:, :-1][targets], batch.input_ids[:, 1:][targets], entropy=False)
     return logprobs
 
 
@@ -168,12 +180,22 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
+def _logprobs(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> tuple[Tensor]:
+    """hidden [N, H], ids [N], weight [V, H] → log-probs [N]."""
+    return (-F.cross_entropy(_scores(hidden, weight, bias, temperature), ids, reduction="none"),)
+
+
 def _logprobs_entropy(
     hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, H], ids [N], weight [V, H] → log-probs [N], entropies [N]."""
-    scores = F.linear(hidden, weight, bias).float() / temperature
-    logprobs = torch.log_softmax(scores, dim=-1)
+    logprobs = torch.log_softmax(_scores(hidden, weight, bias, temperature), dim=-1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """float32 [N, V]: logits / temperature. [N, V] is large: a division by 1 and its backward take most of the softmax's time."""
+    logits = F.linear(hidden, weight, bias).float()
+    return logits if temperature == 1.0 else logits / temperature

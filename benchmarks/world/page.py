@@ -1,0 +1,58 @@
+"""The table and the picture of docs/world.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.world.run import Run
+
+BEGIN, END = "<!-- world: written by make world -->", "<!-- end of world -->"
+
+
+def methods_of(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(run.method for run in runs))
+
+
+def of(runs: Sequence[Run], method: str) -> list[Run]:
+    return sorted((run for run in runs if run.method == method), key=lambda run: run.seed)
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """One line a method: means over the seeds, and each seed's true reward."""
+    lines = [
+        "| method | true reward, by seed | mean | exactly right | KL, nats an answer | trained tokens | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method in methods_of(runs):
+        some = of(runs, method)
+        by_seed = " · ".join(f"{run.measured.true_reward:.3f}" for run in some)
+        mean = {name: statistics.fmean(getattr(run.measured, name) for run in some) for name in ("true_reward", "exact", "kl")}
+        tokens = statistics.fmean(run.trained_tokens for run in some)
+        seconds = statistics.fmean(run.seconds for run in some)
+        name = "*before*" if method == "start" else f"`{method}`"
+        lines.append(f"| {name} | {by_seed} | {mean['true_reward']:.3f} | {mean['exact']:.3f} | {mean['kl']:.2f} | "
+                     f"{tokens:,.0f} | {seconds:.0f} |")  # fmt: skip
+    return "\n".join([*lines, "", "![true reward over KL, a mark a method and seed](world.png)"])
+
+
+def draw(runs: Sequence[Run], file: Path) -> None:
+    """True reward over KL: small marks are seeds, large ones their means."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.6), layout="constrained")
+    for place, method in enumerate(methods_of(runs)):
+        some, color = of(runs, method), "0.5" if method == "start" else f"C{place - 1}"
+        points = [(run.measured.kl, run.measured.true_reward) for run in some]
+        axes.scatter([kl for kl, _ in points], [reward for _, reward in points], color=color, s=16, alpha=0.55)
+        x, y = (statistics.fmean(values) for values in zip(*points, strict=True))
+        axes.scatter([x], [y], color=color, s=80, label="SFT policy, before" if method == "start" else method)
+    axes.set(xlabel="KL(π ‖ SFT policy) of an answer, nats", ylabel="true reward of answers to held-out prompts")
+    axes.legend(fontsize=8, frameon=False)
+    axes.grid(alpha=0.2)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
