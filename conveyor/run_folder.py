@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 
 from conveyor.config import LoopRecipe, Recipe, UserError
@@ -23,6 +24,7 @@ COMPLETE = "complete"
 """An empty file, written last, that says a checkpoint is whole."""
 MADE_BY_A_RUN = (
     "config.yaml",
+    "data.json",
     "metrics.jsonl",
     "events.jsonl",
     "samples.jsonl",
@@ -58,6 +60,8 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.data = self.path / "data.json"
+        """What was in the data files, so that a resumed run goes on with the same."""
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.samples = self.path / "samples.jsonl"
@@ -82,7 +86,7 @@ class RunFolder:
                 nor overwrites, or something that the recipe reads; or the run to resume had another recipe.
         """
         folder = cls(recipe.output_dir)
-        _check_writable(folder.path, recipe.output_dir)
+        check_writable(folder.path, recipe.output_dir)
         made = [name for name in HOLDS_RESULTS if is_filled(folder.path / name)]
         if folder.newest_checkpoint() is not None:
             made.append("checkpoints")
@@ -113,7 +117,8 @@ class RunFolder:
         for left_over in folder.checkpoints.glob(".step_*"):
             _remove(left_over)
         text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        folder.config.write_text(text, encoding="utf-8")
+        _write(folder.config, text)
+        _write(folder.data, json.dumps(_contents(recipe), indent=2) + "\n")
         return folder
 
     def _claim(self) -> None:
@@ -196,17 +201,18 @@ def _step(line: bytes, otherwise: int) -> int:
         return otherwise
 
 
-def _check_writable(path: Path, given: str) -> None:
+def check_writable(path: Path, given: str, key: str = "output_dir") -> None:
+    """Refuse a folder that cannot be made or written to, naming the recipe's key."""
     try:
         if not given.strip() or Path.cwd().is_relative_to(path.resolve()):
-            raise UserError(f"output_dir: {given!r}: name a folder of its own for the run")
+            raise UserError(f"{key}: {given!r}: name a folder of its own for the run")
         nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     except (OSError, ValueError) as error:
-        raise UserError(f"output_dir: {given[:80]!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{key}: {given[:80]!r}: {getattr(error, 'strerror', None) or error}") from None
     if not nearest.is_dir():
-        raise UserError(f"output_dir: {nearest} is a file")
+        raise UserError(f"{key}: {nearest} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir: {nearest} is not writable")
+        raise UserError(f"{key}: {nearest} is not writable")
 
 
 def _inputs(recipe: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -220,6 +226,29 @@ def _inputs(recipe: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]
             yield f"{above}{key}", value
 
 
+def _write(file: Path, text: str) -> None:
+    """Complete or as it was."""
+    aside = file.with_name(f".{file.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, file)
+
+
+def _contents(recipe: Recipe) -> dict[str, str]:
+    """Key of each data file that the recipe names → hash of what is in it."""
+    named = flat(recipe.model_dump(mode="json"))
+    keys = ("data.path", "data.eval_path", "ptx.path", "evaluate.path")
+    files = {key: Path(str(named[key])).expanduser() for key in keys if named.get(key)}
+    return {key: _hash(file) for key, file in files.items() if file.is_file()}
+
+
+def _hash(file: Path) -> str:
+    found = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while block := opened.read(2**20):
+            found.update(block)
+    return found.hexdigest()
+
+
 MAY_CHANGE = ("overwrite", "checkpoint", "ray", "telemetry", "output_dir", "train.steps", "train.epochs", "rounds.count")
 """What a resumed run may say differently: everything else would make the rest of it another run."""
 
@@ -227,7 +256,21 @@ MAY_CHANGE = ("overwrite", "checkpoint", "ray", "telemetry", "output_dir", "trai
 def _check_resumed(folder: RunFolder, recipe: Recipe) -> None:
     # Of a loop they say how long every round is trained.
     may_change = tuple(key for key in MAY_CHANGE if not (isinstance(recipe, LoopRecipe) and key.startswith("train.")))
-    before, now = flat(yaml.safe_load(folder.config.read_text(encoding="utf-8"))), flat(recipe.model_dump(mode="json"))
+    try:
+        written = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"checkpoint.resume: {folder.config} is damaged: {str(error).splitlines()[0]}") from None
+    if not isinstance(written, dict):
+        raise UserError(f"checkpoint.resume: {folder.config} is damaged: it holds no recipe")
+    if folder.data.is_file():
+        try:
+            kept = dict(json.loads(folder.data.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise UserError(f"checkpoint.resume: {folder.data} is damaged") from None
+        for key, content in _contents(recipe).items():
+            if kept.get(key, content) != content:
+                raise UserError(f"{key}: the file is not what it was when the run in {folder.path} began")
+    before, now = flat(written), flat(recipe.model_dump(mode="json"))
     for key in sorted({*before, *now}):
         if not key.startswith(may_change) and before.get(key) != now.get(key):
             raise UserError(f"{key}: {now.get(key)!r}, but the run to resume in {folder.path} has {before.get(key)!r}")

@@ -117,3 +117,37 @@ def test_rewind_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     assert json.loads(folder.samples.read_text())["response"] == "a\u2028b\x85"
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
     assert [json.loads(line)["step"] for line in folder.events.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", b"", "config.yaml is damaged: it holds no recipe"),
+        ("config.yaml", b"a: [", "config.yaml is damaged"),
+        ("config.yaml", b"\xff", "config.yaml is damaged"),
+        ("data.json", b"[1", "data.json is damaged"),
+    ],
+)  # fmt: skip
+def test_what_a_damaged_file_of_a_run_to_resume_is_told(tmp_path, name, content, message):
+    first = recipe(tmp_path / "run")
+    checkpointed(RunFolder.open(first))
+    (tmp_path / "run" / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        RunFolder.check(recipe(tmp_path / "run", checkpoint={"resume": True}))
+
+
+def test_data_that_changed_under_its_name_is_not_trained_on_resume(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a"}\n')
+    settings = {"data": {"path": str(data)}}
+    checkpointed(RunFolder.open(recipe(tmp_path / "run", **settings)))
+    resumed = recipe(tmp_path / "run", checkpoint={"resume": True}, **settings)
+    RunFolder.check(resumed)
+    data.write_text('{"text": "b"}\n')
+    with pytest.raises(UserError, match=r"data.path: the file is not what it was when the run in .*run began"):
+        RunFolder.check(resumed)
+
+
+def checkpointed(folder):
+    folder.begin_checkpoint(1)
+    folder.commit_checkpoint(1, 2)

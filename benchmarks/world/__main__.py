@@ -6,6 +6,7 @@ Writes runs/world/summary.json and, when all methods and seeds are there, the ta
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 import sys
@@ -34,9 +35,11 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no method here is named {unknown[0]}; one of {', '.join(methods.METHODS)}")
     folder = Path(known.output_dir)
     if not known.resume:
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(folder)
     folder.mkdir(parents=True, exist_ok=True)
     summary = _Summary(folder / "summary.json")
+    if summary.of != fingerprint():
+        parser.error(f"--resume: {folder} holds runs of another world or other settings; start anew without it")
     with local_ray():
         for seed in known.seeds:
             _seed(folder, seed, known.methods or list(methods.METHODS), summary)
@@ -48,12 +51,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def clear(folder: Path) -> None:
+    """Remove what an earlier start made, and nothing else that the folder may hold."""
+    (folder / "summary.json").unlink(missing_ok=True)
+    for seed in folder.glob("seed_*"):
+        shutil.rmtree(seed)
+
+
+def fingerprint() -> str:
+    """Of the world and the methods' settings: runs of different ones do not belong in one table."""
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in ("world.py", "truth.py", "methods.py", "measure.py"))).hexdigest()
+
+
 def _seed(folder: Path, seed: int, wanted: list[str], summary: _Summary) -> None:
     missing = [method for method in wanted if not summary.has(method, seed)]
     if not missing:
         return
     with seed_of(folder, seed) as one:
-        if not one.world.data("pairs").exists():
+        if not one.world.data("chosen").exists():  # the last of the files
             one.prepare()
         if not summary.has("start", seed):
             summary.add(one.start())
@@ -67,7 +83,8 @@ class _Summary:
     def __init__(self, file: Path) -> None:
         kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self._file, self._began, self._before = file, time.monotonic(), float(kept.get("seconds", 0.0))
-        self.runs = [from_row(row) for row in kept.get("runs", [])]
+        self.of = str(kept.get("fingerprint")) if kept else fingerprint()
+        self.runs = [from_row(row) for row in kept.get("runs", [])] if self.of == fingerprint() else []
 
     @property
     def seconds(self) -> float:
@@ -83,7 +100,7 @@ class _Summary:
               f"{run.seconds:5.0f} s", flush=True)  # fmt: skip
         budget = {"prompts": world.PROMPTS, "samples_per_prompt": world.SAMPLES, "judged_samples": world.PROMPTS * world.SAMPLES}
         told = {
-            "budget": budget, "held_out_prompts": world.HELD_OUT, "seconds": round(self.seconds, 1),
+            "fingerprint": self.of, "budget": budget, "held_out_prompts": world.HELD_OUT, "seconds": round(self.seconds, 1),
             "runs": [as_row(run) for run in self.ordered()],
         }  # fmt: skip
         self._file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")

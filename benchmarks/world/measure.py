@@ -26,7 +26,9 @@ BATCH = 128
 @dataclass(frozen=True)
 class Measured:
     true_reward: float
-    """Mean over samples."""
+    """Mean over samples,"""
+    error: float
+    """and its standard error, over prompts."""
     exact: float
     """Share of answers that are right to the letter."""
     kl: float
@@ -36,12 +38,16 @@ class Measured:
 def measure(policy: Path, sft: Path, samples: Sequence[Sampled]) -> Measured:
     """Of samples that `policy` gave at temperature 1. A policy that was asked under a condition is asked for its log-probs under it too."""
     flat = [(sampled.prompt, rollout) for sampled in samples for rollout in sampled.rollouts]
+    by_prompt = [
+        statistics.fmean(true_reward(rollout.text, sampled.prompt.columns["answer"]) for rollout in sampled.rollouts) for sampled in samples
+    ]
     right = [true_reward(rollout.text, prompt.columns["answer"]) for prompt, rollout in flat]
     asked = [_sample(prompt.sampling_ids or prompt.token_ids, rollout.response_ids.numpy()) for prompt, rollout in flat]
     plain = [_sample(prompt.token_ids, rollout.response_ids.numpy()) for prompt, rollout in flat]
     ratios = logprobs(load_language_model(Model(path=str(policy))), asked) - logprobs(load_language_model(Model(path=str(sft))), plain)
     return Measured(
         true_reward=statistics.fmean(right),
+        error=statistics.stdev(by_prompt) / len(by_prompt) ** 0.5,
         exact=statistics.fmean(reward == 1 for reward in right),
         kl=float(ratios.double().mean()),
     )
@@ -54,7 +60,10 @@ def logprobs(model: PreTrainedModel, samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def trained_tokens(run: Path) -> int:
-    """Tokens that a run's forward and backward passes saw, over all of its metrics files."""
+    """Prompt and response tokens that the policy's forward and backward passes saw. (An online step's `tokens` are responses alone.)"""
+    if (samples := run / "samples.jsonl").is_file():
+        trained = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        return sum(one["prompt_length"] + one["response_length"] for one in trained)
     total = 0
     for file in [run / "metrics.jsonl", *run.glob("rounds/*/train/metrics.jsonl")]:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

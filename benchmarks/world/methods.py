@@ -26,12 +26,12 @@ DPO = TRAIN | {"train_batch_size": 64, "learning_rate": 1e-4}
 SFT = TRAIN | {"train_batch_size": 64, "learning_rate": 3e-4}
 CONDITION = "{prompt} [{condition}]"
 TARGET = 1.0
-"""Standard deviations above the mean, asked for at inference."""
+"""Standard deviations above the mean, asked for at inference; a right answer has about 0.9, written without decimals."""
 
 
 def offline_data(world: World, samples: Sequence[Sampled]) -> None:
     """The files of the offline methods, from 8 judged samples of every prompt: pairs of every two in the order they were drawn that differ
-    in reward, and each completion with its reward, desirable where that is above the mean of its prompt's."""
+    in reward, and each completion with its reward, desirable where that is above the mean of its prompt's, and where nothing is wrong."""
     pairs: list[Row] = []
     judged: list[Row] = []
     for sampled in samples:
@@ -40,7 +40,7 @@ def offline_data(world: World, samples: Sequence[Sampled]) -> None:
         mean = statistics.fmean(of_prompt)
         for text, score in zip(texts, of_prompt, strict=True):
             if text:
-                judged.append({"prompt": prompt, "completion": text, "label": score > mean, "reward": score})
+                judged.append({"prompt": prompt, "completion": text, "label": score > mean or score == 1, "reward": score})
         for a in range(0, len(texts), 2):
             better, worse = (a, a + 1) if of_prompt[a] >= of_prompt[a + 1] else (a + 1, a)
             if of_prompt[better] > of_prompt[worse] and texts[worse]:
@@ -67,7 +67,7 @@ def kto(world: World, engine: Any) -> None:
 
 
 def conditional_sft(world: World, engine: Any) -> None:
-    condition = {"kind": "score", "template": CONDITION, "target": TARGET}
+    condition = {"kind": "score", "template": CONDITION, "target": TARGET, "decimals": 0}
     _offline(world, "conditional_sft", "judged", method="conditional_sft", condition=condition, train=SFT | {"epochs": 2})
 
 

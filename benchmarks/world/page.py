@@ -34,7 +34,30 @@ def markdown(runs: Sequence[Run]) -> str:
         name = "*before*" if method == "start" else f"`{method}`"
         lines.append(f"| {name} | {by_seed} | {mean['true_reward']:.3f} | {mean['exact']:.3f} | {mean['kl']:.2f} | "
                      f"{tokens:,.0f} | {seconds:.0f} |")  # fmt: skip
-    return "\n".join([*lines, "", "![true reward over KL, a mark a method and seed](world.png)"])
+    return "\n".join([*lines, "", *claims(runs), "", "![true reward over KL, a mark a method and seed](world.png)"])
+
+
+CLAIMS = [
+    ("offline DPO suffers from the shift between data and policy", "iterative_dpo", "dpo"),
+    ("statistical rejection sampling gives DPO better pairs", "rso", "dpo"),
+    ("unpaired labels are as good as pairs", "kto", "dpo"),
+    ("rounds of rejection sampling do better than one fit to the better samples", "rejection_sampling", "sft"),
+    ("rounds of DPO catch up with PPO", "iterative_dpo", "ppo"),
+    ("rounds of rejection sampling catch up with PPO", "rejection_sampling", "ppo"),
+]
+"""What the field says, and the two methods whose true rewards are compared."""
+
+
+def claims(runs: Sequence[Run]) -> list[str]:
+    """The difference of each claim's methods, on the same seed, whichever way it goes; the error is that of measuring a difference."""
+    lines = ["| claim | compared | difference in true reward, by seed | mean | error of one |", "|---|---|---|---|---|"]
+    for claim, one, other in CLAIMS:
+        pairs = list(zip(of(runs, one), of(runs, other), strict=True))
+        differences = [left.measured.true_reward - right.measured.true_reward for left, right in pairs]
+        error = statistics.fmean((left.measured.error**2 + right.measured.error**2) ** 0.5 for left, right in pairs)
+        by_seed = " · ".join(f"{difference:+.3f}" for difference in differences)
+        lines.append(f"| {claim} | `{one}` − `{other}` | {by_seed} | {statistics.fmean(differences):+.3f} | {error:.3f} |")
+    return lines
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:

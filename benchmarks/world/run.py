@@ -64,7 +64,7 @@ class Seed:
         began = time.monotonic()
         train(self.world, self._engine)
         seconds = time.monotonic() - began
-        template = CONDITION.replace("{condition}", f"{TARGET:.1f}") if method == "conditional_sft" else None
+        template = CONDITION.replace("{condition}", f"{TARGET:.0f}") if method == "conditional_sft" else None
         measured = self._measured(model_of(self.world, method), template)
         return Run(method, self.world.seed, measured, seconds, trained_tokens(self.world.path / folder))
 

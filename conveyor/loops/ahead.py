@@ -86,6 +86,8 @@ class _Run:
 
     def _train(self, number: int, sampled: float) -> None:
         try:
+            if number - 1 in self._learnt:
+                self._learnt[number - 1].result()  # no round is trained, or logged, past one that failed
             if number in self._files:
                 self._files[number].complete()
             row = self._loop.learn(number)

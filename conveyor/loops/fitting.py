@@ -10,13 +10,13 @@ from conveyor.config import LoopRecipe, OfflineRecipe, parse_recipe
 from conveyor.config.loops import RejectionSamplingRecipe
 from conveyor.config.offline import REFERENCE_FREE
 from conveyor.data.tokenizer import load_tokenizer
+from conveyor.loops.samples_file import read_lines
 from conveyor.loops.selection import as_completions, as_pairs
 from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import MetricsRow
 from conveyor.offline.run import run_task
 from conveyor.offline.sft import SupervisedTask
 from conveyor.offline.task import Task
-from conveyor.report.jsonl import read_objects
 from conveyor.run_folder import RunFolder
 
 
@@ -58,5 +58,5 @@ def _task(inner: OfflineRecipe, files: Sequence[Path]) -> Task:
     items: list[Any] = []
     make: Any = as_completions if inner.method == "sft" else as_pairs
     for file in files:
-        items += make((row for _, row in read_objects(file)), file)
+        items += make(read_lines(file), file)
     return SupervisedTask.of(inner, items) if inner.method == "sft" else DpoTask(inner, items)

@@ -5,6 +5,7 @@ Every step of a round (`rounds.py`) leaves a file that is complete or absent, so
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from typing import Any
 
 import ray
 
-from conveyor.checks import check_sampling
+from conveyor.checks import check_sampling, read_model_config
 from conveyor.config import LoopRecipe, RunError, UserError
 from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import load_tokenizer
@@ -22,6 +23,7 @@ from conveyor.loops.ahead import run_ahead
 from conveyor.loops.engines import LoopEngines, as_sampling, engines_stay
 from conveyor.loops.fitting import offline_recipe
 from conveyor.loops.rounds import Loop
+from conveyor.models.adapters import check_targets
 from conveyor.offline.run import check_devices
 from conveyor.report.progress import MetricsLog, RunProgress, read_metrics
 from conveyor.run_folder import RunFolder, complete_or_absent
@@ -45,6 +47,8 @@ def check_loop(recipe: LoopRecipe) -> tuple[PromptOrder, list[Prompt]]:
     prompts = check_sampling(sampling)
     inner = offline_recipe(recipe, Path(recipe.data.path), recipe.model.path, recipe.model.path, Path(recipe.output_dir) / "rounds")
     check_devices(inner)
+    if inner.lora is not None:
+        check_targets(read_model_config("model.path", recipe.model.path), inner.lora)
     if recipe.devices is not None and engines_stay(recipe):
         check_asked(recipe.devices, available(recipe.ray))
     if recipe.rounds.max_staleness and not engines_stay(recipe):
@@ -71,14 +75,16 @@ def run_loop(recipe: LoopRecipe, engines: list[Any] | None = None) -> dict[str, 
         RunError: nothing was selected in any round.
     """
     order, held_out = check_loop(recipe)
+    if RunFolder(recipe.output_dir).rounds.is_dir() and recipe.checkpoint.resume:
+        _check_count(recipe)
     folder = RunFolder.open(recipe)
     with ExitStack() as stack:
         if connect(recipe.ray, recipe.telemetry):
             stack.callback(ray.shutdown)
         sampling = stack.enter_context(LoopEngines(recipe, engines))
         loop = Loop(recipe, folder, sampling, held_out)
-        logged = [row["step"] for row in read_metrics(folder.metrics)] if folder.metrics.exists() else []
-        done = max(logged, default=0)
+        logged = _logged(folder)
+        done = next(step for step in itertools.count() if step + 1 not in logged)
         folder.rewind(done)
         if done < len(order):
             loop.policy(done)  # must be there: model/ may be its last copy
@@ -100,6 +106,21 @@ def run_loop(recipe: LoopRecipe, engines: list[Any] | None = None) -> dict[str, 
     if not folder.model.exists():
         _publish(loop, max(done, len(order)), folder)
     return read_metrics(folder.metrics)[-1]
+
+
+def _check_count(recipe: LoopRecipe) -> None:
+    """A run that has more rounds is another one."""
+    done = max(_logged(RunFolder(recipe.output_dir)), default=0)
+    if recipe.rounds.count < done:
+        raise UserError(f"rounds.count: {recipe.rounds.count}, but {done} rounds are done in {recipe.output_dir}")
+
+
+def _logged(run: RunFolder) -> set[int]:
+    """Rounds that have their line of metrics; 0 is the evaluation before the first."""
+    try:
+        return {row["step"] for row in read_metrics(run.metrics)} if run.metrics.exists() else set()
+    except (ValueError, KeyError) as error:
+        raise UserError(f"checkpoint.resume: {run.metrics} is damaged: {error}") from None
 
 
 def _remove_published(run: RunFolder) -> None:

@@ -7,12 +7,14 @@ round that was killed goes on with the prompts that have no whole line.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from conveyor.config import UserError
 from conveyor.data.samples import Sample
 from conveyor.pipeline.sampling import Sampled
 from conveyor.report.jsonl import read_objects
@@ -38,7 +40,10 @@ class SamplesFile:
             return set()
         whole = self._partial.read_bytes()
         self._partial.write_bytes(whole[: whole.rfind(b"\n") + 1])
-        return {line["index"] for _, line in read_objects(self._partial)}
+        try:
+            return {int(line["index"]) for _, line in read_objects(self._partial)}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"checkpoint.resume: {self._partial} is damaged: {error!r}") from None
 
     def append(self, sampled: Sampled) -> None:
         assert self._open is not None
@@ -62,7 +67,23 @@ class SamplesFile:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    return (line for _, line in read_objects(path))
+    """The lines of a file that is complete.
+
+    Raises:
+        UserError: it is not there, or damaged.
+    """
+    try:
+        if path.stat().st_size and not _ends_whole(path):
+            raise ValueError("its last line is cut")
+        yield from (line for _, line in read_objects(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint.resume: {path} is damaged: {error}") from None
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _line(sampled: Sampled) -> Line:

@@ -117,6 +117,7 @@ def multi_step(scores: Scores, etas_before: Sequence[float], eta: float, rng: np
 
 
 def _scored(scores: Scores) -> dict[int, float]:
+    assert all(score is None or math.isfinite(score) for score in scores), scores
     return {sample: score for sample, score in enumerate(scores) if score is not None}
 
 

@@ -39,9 +39,8 @@ def add_adapter(model: PreTrainedModel, lora: Lora) -> None:
 
 def check_targets(config: PretrainedConfig, lora: Lora) -> None:
     """What `add_adapter` raises of a model of this config, without its weights."""
-    if lora.target_modules:
-        with torch.device("meta"):
-            _targets(AutoModelForCausalLM.from_config(config), lora)
+    with torch.device("meta"):
+        _targets(AutoModelForCausalLM.from_config(config), lora)
 
 
 def _targets(model: PreTrainedModel, lora: Lora) -> Iterable[str]:
@@ -52,6 +51,8 @@ def _targets(model: PreTrainedModel, lora: Lora) -> Iterable[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not output and name != HEAD
     }
+    if not linear:
+        raise UserError(f"lora: a {model.config.model_type} model has no linear layers that adapters could be put into")
     unknown = sorted(set(lora.target_modules) - linear)
     if unknown:
         raise UserError(f"lora.target_modules: no linear layer is named {unknown[0]}; the model has {', '.join(sorted(linear))}")

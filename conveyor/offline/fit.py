@@ -19,7 +19,7 @@ from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Metrics, merge
-from conveyor.config import OfflineRecipe
+from conveyor.config import OfflineRecipe, UserError
 from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.order import EpochOrder
 from conveyor.models.adapters import add_adapter, write_adapter
@@ -134,8 +134,11 @@ class Trainer:
             (folder / "task.json").write_text(json.dumps(self.state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
+        try:
+            self.state = {str(name): float(value) for name, value in json.loads((folder / "task.json").read_text(encoding="utf-8")).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            raise UserError(f"checkpoint.resume: {folder / 'task.json'} cannot be read; resume from another checkpoint") from None
         self.engine.load(folder)
-        self.state = dict(json.loads((folder / "task.json").read_text(encoding="utf-8")))
 
     @torch.no_grad()
     def _context(self, task: Task, numbers: Sequence[int]) -> tuple[Any, State]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch import distributed as dist
@@ -23,6 +26,8 @@ from conveyor.data.samples import Sample
 from conveyor.models.language_model import load_language_model
 from conveyor.models.sample_logprobs import sample_logprobs
 
+log = logging.getLogger(__name__)
+
 
 def reference_logprobs(model: sections.Model, samples: Sequence[Sample], folder: Path, batch: int, device: torch.device) -> Tensor:
     """float32 [M]: of each sample's masked tokens, from the folder if they are there, else computed on all ranks and written there.
@@ -32,15 +37,32 @@ def reference_logprobs(model: sections.Model, samples: Sequence[Sample], folder:
     """
     digest = _digest(model, samples)
     file = folder / f"{digest}.safetensors"
-    if not _everywhere(file.is_file()):
+    kept = _kept(file, len(samples))
+    if not _everywhere(kept is not None):
         values = over_ranks(_load(model, device), samples, batch)
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            aside = file.with_name(f".{file.name}.partial")
+            aside = file.with_name(f".{file.name}.{os.getpid()}.partial")  # other runs may be writing the same
             save_file({"logprobs": values}, str(aside))
             aside.replace(file)
         return values
-    return load_file(str(file))["logprobs"]
+    assert kept is not None
+    return kept
+
+
+def _kept(file: Path, size: int) -> Tensor | None:
+    """What a file holds; None where it is not there, or damaged."""
+    if not file.is_file():
+        return None
+    try:
+        values = load_file(str(file))["logprobs"]
+        if values.shape == (size,) and values.isfinite().all():
+            return values
+        reason = "it holds other values"
+    except (SafetensorError, KeyError, OSError) as error:
+        reason = str(error)
+    log.warning("%s is damaged (%s), so the reference is asked anew", file, reason)
+    return None
 
 
 @torch.no_grad()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from conveyor.checks import read_model_config
 from conveyor.config import OfflineRecipe, UserError
+from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.samples import Sample
-from conveyor.data.tokenizer import load_tokenizer
+from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.models.adapters import check_targets
 from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import MetricsRow, epoch_order
@@ -21,7 +23,7 @@ from conveyor.offline.sft import ConditionalTask, SupervisedTask
 from conveyor.offline.task import Task
 from conveyor.offline.unpaired import BcoTask, KtoTask
 from conveyor.report.progress import MetricsLog, RunProgress, read_metrics
-from conveyor.run_folder import RunFolder
+from conveyor.run_folder import RunFolder, check_writable
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +79,8 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     kind = TASKS[recipe.method]
     task = kind.read(recipe, tokenizer)
     held_out = kind.read(task.recipe, tokenizer, recipe.data.eval_path) if recipe.data.eval_path else None
-    _check_samples(recipe, [*task.samples, *(held_out.samples if held_out else ())])
-    order = epoch_order(recipe, len(task.items))
-    reason = task.broken([order.items(step) for step in range(len(order))])
-    if reason is not None:
-        raise UserError(reason)
+    _check_samples("model.path", recipe.model.path, [*task.samples, *(held_out.samples if held_out else ())])
+    _check_losses(recipe, task, held_out)
     return task, held_out, tokenizer
 
 
@@ -103,13 +102,32 @@ def run_task(recipe: OfflineRecipe, task: Task, held_out: Task | None, tokenizer
         return _record(recipe, folder, rows, len(epoch_order(recipe, len(task.items))), start)
 
 
-def _check_samples(recipe: OfflineRecipe, samples: Iterable[Sample]) -> None:
+def _check_losses(recipe: OfflineRecipe, task: Task, held_out: Task | None) -> None:
+    """Every update has a loss, and its reference can be asked."""
+    order = epoch_order(recipe, len(task.items))
+    reason = task.broken([order.items(step) for step in range(len(order))])
+    if reason is not None:
+        raise UserError(f"train.train_batch_size: {reason}; choose another, or set data.drop_last")
+    reason = held_out.broken([range(len(held_out.items))]) if held_out else None
+    if reason is not None:
+        raise UserError(f"data.eval_path: {reason}")
+    reference = task.reference_model
+    if isinstance(recipe, ReferencedRecipe) and reference is not None:
+        if recipe.reference_cache is not None:
+            check_writable(Path(recipe.reference_cache), recipe.reference_cache, "reference_cache")
+        if recipe.reference is not None:
+            check_folder_or_hub_id("reference.path", reference.path)
+            _check_samples("reference.path", reference.path, [*task.samples, *(held_out.samples if held_out else ())])
+
+
+def _check_samples(key: str, path: str, samples: Iterable[Sample]) -> None:
     """The model knows their tokens and takes their lengths."""
-    config = read_model_config("model.path", recipe.model.path)
+    config = read_model_config(key, path)
+    tokens = "model.tokenizer" if key == "model.path" else key
     limit = getattr(config, "max_position_embeddings", None)
     for sample in samples:
         if int(sample.ids.max()) >= config.vocab_size:
-            raise UserError(f"model.tokenizer: {sample.place} has token {sample.ids.max()}, the model has {config.vocab_size} tokens")
+            raise UserError(f"{tokens}: {sample.place} has token {sample.ids.max()}, the model has {config.vocab_size} tokens")
         if limit is not None and len(sample.ids) > limit:
             raise UserError(f"data.max_length: {sample.place} has {len(sample.ids)} tokens, the model takes {limit}")
 
@@ -141,4 +159,4 @@ def _record(recipe: OfflineRecipe, folder: RunFolder, rows: Iterator[MetricsRow]
         for row in rows:
             metrics.append(row)
             progress.step(row)
-    return row or read_metrics(folder.metrics)[-1]
+    return row or next(reversed(read_metrics(folder.metrics)), {"step": start})

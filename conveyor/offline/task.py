@@ -76,7 +76,7 @@ class Task(ABC):
         """The loss summed over the items, and what to log. Pure."""
 
     def broken(self, updates: Sequence[Sequence[int]]) -> str | None:
-        """Why the loss of one of these updates cannot be computed, and the setting to change."""
+        """Why the loss of one of these updates cannot be computed."""
         return None
 
     def model_files(self) -> dict[str, str]:

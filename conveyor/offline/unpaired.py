@@ -121,10 +121,7 @@ class KtoTask(UnpairedTask):
     def broken(self, updates: Sequence[Sequence[int]]) -> str | None:
         """An update of one row can be paired with no other."""
         if self.settings.loss == "kto" and any(len(numbers) < 2 for numbers in updates):
-            return (
-                "train.train_batch_size: an update would have one row, and KTO's KL term pairs a prompt with another row's completion; "
-                "choose another, or set data.drop_last"
-            )
+            return "an update would have one row, and KTO's KL term pairs a prompt with another row's completion"
         return None
 
     def referenced(self, updates: Sequence[Sequence[int]]) -> Sequence[Sample]:

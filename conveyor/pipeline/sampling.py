@@ -10,6 +10,7 @@ It is an evaluation of one version by the scheduler of every run, so the first p
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -275,6 +276,8 @@ class _InFlight:
             plain_score(self._recipe, known, rollout.truncated, len(rollout.response_ids)) if known else None
             for rollout, known in zip(rollouts, rewards, strict=True)
         ]
+        if any(score is not None and not math.isfinite(score) for score in scores):
+            raise RunError(f"row {prompt.row + 1} of the data: the weighted sum of its rewards is not finite")
         self._on_prompt(Sampled(prompt, tuple(rollouts), tuple(rewards), tuple(scores)))
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from conveyor.config import OnlineRecipe, UserError, sections
+from conveyor.config import OnlineRecipe, RunError, UserError, sections
 from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
 from conveyor.models.joining import Joined, join, pad_right, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
@@ -76,6 +76,9 @@ class ScoreWorker:
         samples = fetch_rollouts(rollouts)
         batch = join(samples).to(self._device)
         found = {role: self._run(role, batch, samples) for role in roles}
+        for name in found.keys() & self._rewards.keys():
+            if not found[name].isfinite().all():
+                raise RunError(f"rewards.{name}: the model {self._rewards[name].model} gave a score that is not finite")
         tokens = {role: per_sample(values, batch) for role, values in found.items() if role not in self._rewards}
         partial = PartialScores(
             rewards={role: tuple(scores.tolist()) for role, scores in found.items() if role in self._rewards},

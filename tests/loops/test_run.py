@@ -52,12 +52,12 @@ def test_a_round_is_sampled_by_the_policy_of_the_one_before(finished) -> None:
 
 def test_what_a_run_leaves(finished) -> None:
     _, done, _ = finished
-    assert sorted(path.name for path in done.path.iterdir()) == ["config.yaml", "metrics.jsonl", "model", "rounds"]
+    assert sorted(path.name for path in done.path.iterdir()) == ["config.yaml", "data.json", "metrics.jsonl", "model", "rounds"]
     assert sorted(path.name for path in (done.path / "rounds").iterdir()) == ["reference_logprobs", "round_0", "round_1", "round_2"]
     for number in (1, 2):
         folder = done.path / "rounds" / f"round_{number}"
         assert sorted(path.name for path in folder.iterdir()) == ["held_out_samples.jsonl", "samples.jsonl", "selected.jsonl", "train"]
-        assert sorted(path.name for path in (folder / "train").iterdir()) == ["config.yaml", "metrics.jsonl", "model"]
+        assert sorted(path.name for path in (folder / "train").iterdir()) == ["config.yaml", "data.json", "metrics.jsonl", "model"]
     assert distance(done.path / "model", done.model(2)) == 0.0
     assert (done.path / "model/model.safetensors").samefile(done.model(2) / "model.safetensors"), "stored once"
     AutoTokenizer.from_pretrained(done.path / "model")

@@ -70,7 +70,7 @@ def test_run_folder(recipe, tmp_path):
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["train"]["epochs"] == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
     assert AutoTokenizer.from_pretrained(tmp_path / "run/model").pad_token_id == 0
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", "metrics.jsonl", "model"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", "data.json", "metrics.jsonl", "model"]
 
 
 @pytest.mark.parametrize("packing", [True, False])
