@@ -82,6 +82,12 @@ class Bco(Section):
     undesirable_weight: PositiveFloat = Field(1.0, description="weight of those labelled false")
 
 
+def spelled(value: float, decimals: int) -> str:
+    """A normalised score as prompts have it; minus zero is zero."""
+    written = f"{value:.{decimals}f}"
+    return written if float(written) else f"{0.0:.{decimals}f}"
+
+
 class ConditionClass(Section):
     text: str = Field(description="what the prompt says of such a row")
     weight: PositiveFloat = Field(1.0, description="weight of its loss")
@@ -102,9 +108,15 @@ class Condition(Section):
     def target_text(self) -> str:
         """What stands for {condition} at inference."""
         if self.kind == "score":
-            return f"{1.0 if self.target is None else float(self.target):.{self.decimals}f}"
-        name = max(self.classes, key=lambda name: self.classes[name].weight) if self.target is None else str(self.target)
-        return self.classes[name].text
+            return spelled(1.0 if self.target is None else float(self.target), self.decimals)
+        return self.classes[self.target_class].text
+
+    @property
+    def target_class(self) -> str:
+        """Kind class: the name of the one that is asked for. A number in a recipe may be a name: 1 is `1`."""
+        if self.target is None:
+            return max(self.classes, key=lambda name: self.classes[name].weight)
+        return self.target if isinstance(self.target, str) else f"{self.target:g}"
 
 
 class OfflineRecipe(Common):

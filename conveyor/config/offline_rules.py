@@ -72,8 +72,8 @@ def _condition(condition: Condition) -> Broken:
                 yield f"condition.classes.{name}.text", "must not hold {prompt}: the prompt would stand there twice"
         if not condition.classes:
             yield "condition.classes", "name the classes, each with its text: {expert: {text: Expert, weight: 1.0}, …}"
-        elif condition.target is not None and str(condition.target) not in condition.classes:
-            yield "condition.target", f"no class is named {condition.target}; there are {', '.join(condition.classes)}"
+        elif condition.target_class not in condition.classes:
+            yield "condition.target", f"no class is named {condition.target_class}; there are {', '.join(condition.classes)}"
         for key in ("mean", "std"):
             if getattr(condition, key) is not None:
                 yield f"condition.{key}", "is of kind score"

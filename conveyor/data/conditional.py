@@ -6,13 +6,14 @@ each (C-RLFT): OpenChat (arXiv 2309.11235), loss −Σ w_c log π(y | x, c).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from conveyor.config import UserError, sections
-from conveyor.config.offline import Condition
+from conveyor.config.offline import Condition, spelled
 from conveyor.data.conditions import apply_template
 from conveyor.data.loading import Meaning, load_items
 from conveyor.data.rows import BadRows, Row, RowError, read_rows
@@ -36,8 +37,7 @@ class Normalisation:
 
     def text(self, reward: float, decimals: int) -> str:
         """The normalised reward as the prompt spells it; minus zero is zero."""
-        written = f"{(reward - self.mean) / (self.std or 1.0):.{decimals}f}"
-        return written if float(written) else f"{0.0:.{decimals}f}"
+        return spelled((reward - self.mean) / (self.std or 1.0), decimals)
 
 
 def load_conditional(
@@ -85,16 +85,21 @@ def _fit(data: sections.Data, condition: Condition, path: str | None) -> Normali
     if not rewards:
         return Normalisation(0.0, 1.0)
     mean = float(np.mean(rewards)) if condition.mean is None else condition.mean
-    if condition.std is not None:
-        return Normalisation(mean, condition.std)
-    return Normalisation(mean, float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0)
+    std = condition.std
+    if std is None:
+        std = float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
+    if not all(map(math.isfinite, (mean, std, (max(rewards) - mean) / (std or 1.0), (min(rewards) - mean) / (std or 1.0)))):
+        raise UserError(f"{source}: {data.reward_column}: rewards of {min(rewards):g} to {max(rewards):g} cannot be normalised")
+    return Normalisation(mean, std)
 
 
 def _of_class(row: Row, data: sections.Data, condition: Condition) -> tuple[str, float]:
     name = row.values.get(data.class_column)
     if name is None:
         raise row.error(f"{data.class_column}: missing")
-    known = condition.classes.get(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        raise row.error(f"{data.class_column}: must be text, not {type(name).__name__}")
+    known = condition.classes.get(name)
     if known is None:
         raise row.error(f"{data.class_column}: unknown class {name!r}; one of {', '.join(condition.classes)}")
     return known.text, known.weight

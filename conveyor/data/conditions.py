@@ -54,6 +54,6 @@ def read_template(model: Path | str) -> str | None:
         template = json.loads(file.read_text(encoding="utf-8"))["prompt_template"]
     except (OSError, ValueError, KeyError, TypeError):
         template = None
-    if not isinstance(template, str) or PLACE not in template:
-        raise UserError(f"{file}: needs prompt_template, a text with {PLACE}; --no-condition does without it")
+    if not isinstance(template, str) or template.count(PLACE) != 1 or "{condition}" in template:
+        raise UserError(f"{file}: needs prompt_template, a text that holds {PLACE} once; --no-condition does without it")
     return template

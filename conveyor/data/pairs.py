@@ -29,20 +29,20 @@ class Pair:
         return len(self.chosen.ids) + len(self.rejected.ids)
 
 
-def load_pairs(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None) -> list[Pair]:
+def load_pairs(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path: str | None = None, margins: bool = False) -> list[Pair]:
     """The pairs of `data.path` (or of `path`, in the same form), both sides of `data.max_length` tokens at most.
 
     Three layouts, the same ids and masks for the same content: prompt + `chosen` + `rejected` (texts, messages, or one message
     each), where `messages` or `conversations` may stand for the prompt; `chosen` and `rejected` as whole conversations, with or
-    without the prompt beside them; both as whole texts, whose common beginning is the prompt. A finite number under
-    `data.margin_column` is the pair's margin.
+    without the prompt beside them; both as whole texts, whose common beginning is the prompt. With `margins` a finite number
+    under `data.margin_column` is the pair's margin.
 
     Raises:
         UserError: a malformed or over-long row where the recipe says so, or no pair is left.
     """
 
     def meaning(row: Row) -> Meaning[Pair]:
-        margin = row.finite(data.margin_column) if row.has(data.margin_column) else None
+        margin = row.finite(data.margin_column) if margins and row.has(data.margin_column) else None
 
         def pair(chosen: Sample, rejected: Sample) -> list[Pair]:
             refuse_identical(row, chosen, rejected)
@@ -83,6 +83,8 @@ def pair_drafts(row: Row, data: sections.Data) -> tuple[Draft, Draft]:
         return _split_texts(row, chosen, rejected)
     if isinstance(chosen, list) and isinstance(rejected, list):
         shared = _shared(chosen, rejected)
+        if any(side[shared:] and side[shared]["role"] != "assistant" for side in (chosen, rejected)):
+            raise row.error("chosen and rejected do not answer the same prompt: they differ before an assistant message")
         return conversation(row, chosen, shared, "chosen"), conversation(row, rejected, shared, "rejected")
     raise row.error("chosen and rejected must both be texts or both be messages")
 

@@ -7,6 +7,8 @@ lose line numbers. Parquet files carry their types and go through Arrow, hub ids
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import io
 import json
 import logging
@@ -311,7 +313,7 @@ def _rows_of_parquet(path: Path, key: str) -> Iterator[Row | RowError]:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
             for values in _python_rows(batch):
                 place = f"{path}: row {number}"
-                yield RowError(place, _not_utf8(values)) if isinstance(values, UnicodeDecodeError) else Row(place, number, values)
+                yield RowError(place, _not_utf8(values)) if isinstance(values, UnicodeDecodeError) else _plain_row(place, number, values)
                 number += 1
     except (pyarrow.lib.ArrowInvalid, OSError) as error:
         raise UserError(f"{key}: {path}: not a Parquet file: {str(error).splitlines()[0]}") from None
@@ -327,6 +329,32 @@ def _python_rows(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
         else:
             for i in range(len(batch)):
                 yield from _python_rows(batch.slice(i, 1))
+
+
+def _plain_row(place: str, number: int, values: Mapping[str, Any]) -> Row | RowError:
+    """A row of what JSON knows too, as rewards and files of samples take it."""
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            plain[key] = _plain(value)
+        except TypeError as error:
+            return RowError(place, f"{key}: {error}")
+    return Row(place, number, plain)
+
+
+def _plain(value: Any) -> Any:
+    """Times become ISO text, decimals floats. TypeError: bytes, or any other type that is no JSON."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    raise TypeError(f"a column of {type(value).__name__}; text, numbers, truth values, lists, mappings and times can be used")
 
 
 def _rows_of_hub(name: str, split: str, key: str) -> Iterator[Row]:

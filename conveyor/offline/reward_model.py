@@ -42,7 +42,7 @@ class RewardModelTask(ScalarTask):
 
     @classmethod
     def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:
-        return cls(recipe, load_pairs(recipe.data, tokenizer, path=path))
+        return cls(recipe, load_pairs(recipe.data, tokenizer, path=path, margins=True))
 
     @property
     def samples(self) -> Iterable[Sample]:

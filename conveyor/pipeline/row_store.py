@@ -149,19 +149,26 @@ def _write_parquet(spool: Path, file: Path) -> None:
 
     def tables() -> Iterator[pa.Table]:
         with spool.open(encoding="utf-8") as lines:
-            while rows := [json.loads(line) for line in islice(lines, 1024)]:
+            while rows := [_for_parquet(json.loads(line)) for line in islice(lines, 1024)]:
                 yield pa.Table.from_pylist(rows)
 
     aside = file.with_name(f".{file.name}.partial")
     try:
         schema = pa.unify_schemas([table.schema for table in tables()], promote_options="permissive")
         with pq.ParquetWriter(aside, schema) as writer, spool.open(encoding="utf-8") as lines:
-            while rows := [json.loads(line) for line in islice(lines, 1024)]:
+            while rows := [_for_parquet(json.loads(line)) for line in islice(lines, 1024)]:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowException, OverflowError) as error:
+        aside.unlink(missing_ok=True)
+        spool.unlink()
         reason = str(error).splitlines()[0]
         raise UserError(f"--format parquet: a column has values of several types ({reason}); run again with --format jsonl") from None
     os.replace(aside, file)
+
+
+def _for_parquet(row: dict[str, Any]) -> dict[str, Any]:
+    """Parquet has no mapping without keys."""
+    return {name: None if value == {} else value for name, value in row.items()}
 
 
 def settings_of(recipe: OnlineRecipe, **more: Any) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_a_malformed_row_is_named(tmp_path, row, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("best", "unknown class 'best'; one of expert, other"), (None, "missing"), (3, "unknown class 3")]
+    ("name", "message"), [("best", "unknown class 'best'; one of expert, other"), (None, "missing"), (3, "must be text, not int")]
 )
 def test_an_unknown_class_is_named(tmp_path, name, message):
     with pytest.raises(UserError, match=f"d.jsonl:1: class: {message}"):
@@ -119,3 +119,20 @@ def test_apply_template_leaves_the_rest_alone():
     chat = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "{c}", "name": "n"})
     assert apply_template("[{prompt}]", chat) == [*chat[:2], {"role": "user", "content": "[{c}]", "name": "n"}]
     assert chat[2]["content"] == "{c}"
+
+
+@pytest.mark.parametrize(("rewards", "settings"), [([1e308, 1.1e308], {}), ([1e308, -1e308], {}), ([0.0, 1.0], {"std": 1e-320})])
+def test_rewards_that_cannot_be_normalised_are_refused(tmp_path, rewards, settings):
+    with pytest.raises(UserError, match=r"reward: rewards of .* cannot be normalised"):
+        load(tmp_path, *scored(*rewards), condition=Condition(**settings))
+
+
+@pytest.mark.parametrize(("target", "decimals", "text"), [(-0.01, 1, "0.0"), (-0.4, 0, "0"), (1, 1, "1.0"), (None, 2, "1.00")])
+def test_a_target_is_spelled_as_training_spells_it(target, decimals, text):
+    assert Condition(target=target, decimals=decimals).target_text == text
+
+
+def test_a_class_may_be_named_by_a_number():
+    classes = {"1": {"text": "one"}, "2": {"text": "two", "weight": 2.0}}
+    assert Condition(kind="class", classes=classes, target=1).target_text == "one"
+    assert Condition(kind="class", classes=classes).target_text == "two"

@@ -7,7 +7,7 @@ from tests.data.chats import ASSISTANT, BOS, EOS, TOKENIZER, USER, assistant, id
 
 def load(tmp_path, *rows, **data):
     path = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    return load_pairs(sections.Data(path=str(path), **data), TOKENIZER)
+    return load_pairs(sections.Data(path=str(path), **data), TOKENIZER, margins=True)
 
 
 def plain(pair):
@@ -81,6 +81,10 @@ def test_the_prompts_own_column_goes_before_a_chat(tmp_path):
         (
             {"messages": [user("a"), assistant("b")], "chosen": "b", "rejected": "c"},
             "messages: beside chosen and rejected it is the prompt",
+        ),
+        (
+            {"chosen": [user("p"), assistant("x")], "rejected": [user("q"), assistant("y")]},
+            "chosen and rejected do not answer the same prompt",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "margin: must be a finite number, not '1'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "margin: must be a finite number, not True"),

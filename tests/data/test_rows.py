@@ -136,3 +136,22 @@ def test_bad_rows_are_dropped_and_counted_where_the_recipe_says_so(tmp_path, cap
 def test_empty_dataset_and_all_bad():
     with pytest.raises(UserError, match="x: the dataset is empty"):
         BadRows("drop").report(0, "x")
+
+
+def test_parquet_values_become_what_json_knows(tmp_path):
+    import datetime
+    import decimal
+
+    import pyarrow
+    import pyarrow.parquet
+
+    when = datetime.datetime(2024, 5, 6, 7, 8, 9)
+    good = {"when": when, "day": when.date(), "price": decimal.Decimal("1.50"), "inner": {"at": [when]}, "text": "a"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([good]), tmp_path / "rows.parquet")
+    (row,) = read(tmp_path / "rows.parquet")
+    assert row.values == {
+        "when": "2024-05-06T07:08:09", "day": "2024-05-06", "price": 1.5, "inner": {"at": ["2024-05-06T07:08:09"]}, "text": "a",
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"raw": b"\x00"}]), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows.parquet: row 0: raw: a column of bytes"):
+        read(tmp_path / "rows.parquet")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,3 +202,26 @@ def test_a_run_that_samples_ahead_is_killed_and_goes_on(make_loop: Make, run: Ru
     run(recipe)
     assert killed.rows == done.rows and contents(killed.path) == contents(done.path)
     assert distance(killed.path / "model", done.path / "model") == 0.0
+
+
+@pytest.mark.slow
+def test_no_round_is_trained_past_one_that_failed(make_loop: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With start_from: first the next round would not need its policy; a run that goes on still has to find every round."""
+    changes = {"rounds.count": 2, "rounds.max_staleness": 1, "rounds.start_from": "first", "checkpoint.resume": True}
+    done = run(make_loop("iterative_dpo", tmp_path / "whole", changes))
+    recipe, fit, seen = make_loop("iterative_dpo", tmp_path / "run", changes), rounds_module.fit_round, []
+
+    def full_once(*given: Any) -> Any:
+        if not seen:
+            seen.append(given)
+            raise OSError("no space left")
+        return fit(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds_module, "fit_round", full_once)
+        with pytest.raises(OSError, match="no space left"):
+            run(recipe)
+    failed = Finished(tmp_path / "run")
+    assert failed.rows == [] and not failed.model(2).exists()
+    run(recipe)
+    assert failed.rows == done.rows and distance(failed.path / "model", done.path / "model") == 0.0

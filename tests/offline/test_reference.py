@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from conveyor.config import sections
+from conveyor.config import UserError, sections
 from conveyor.data.samples import Sample
 from conveyor.offline import reference as reference_module
 from conveyor.offline.reference import reference_logprobs
@@ -148,3 +148,45 @@ def test_a_kill_while_it_is_written_is_harmless(monkeypatch: pytest.MonkeyPatch,
     assert len(loads) == 2
     ask(reference, ASKED, tmp_path / "cache")
     assert len(loads) == 2 and [file.suffix for file in (tmp_path / "cache").iterdir()] == [".safetensors"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "another size", "not finite"])
+def test_a_damaged_cache_is_asked_anew(prepare: Prepare, loads: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
+    from safetensors.torch import save_file
+
+    settings = {"reference_cache": str(tmp_path / "cache")}
+    run_offline(prepare("dpo", PAIRS, **settings))
+    first, (file,) = losses(tmp_path / "run"), (tmp_path / "cache").iterdir()
+    match damage:
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-5])
+        case "empty":
+            file.write_bytes(b"")
+        case "another size":
+            save_file({"logprobs": torch.zeros(3)}, str(file))
+        case "not finite":
+            save_file({"logprobs": torch.full((8,), torch.nan)}, str(file))
+    run_offline(prepare("dpo", PAIRS, **settings))
+    assert losses(tmp_path / "run") == first and len(loads) == 2
+    assert "is damaged" in caplog.text and "so the reference is asked anew" in caplog.text
+
+
+def test_a_reference_that_cannot_be_asked_stops_the_run_before_anything_is_written(
+    prepare: Prepare, loads: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    other = save_tiny_policy(tmp_path / "small", vocab_size=100)
+    for settings, message in [
+        ({"reference": {"path": str(tmp_path / "absent")}}, r"reference.path: .*absent: no such model folder"),
+        ({"reference": {"path": str(other)}}, r"reference.path: .* has token \d+, the model has 100 tokens"),
+        ({"reference_cache": str(tmp_path / "file")}, r"reference_cache: .*file is a file"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run_offline(prepare("dpo", PAIRS, overwrite=True, **settings))
+    assert not loads and not (tmp_path / "run").exists()
+
+
+def test_a_single_held_out_row_has_no_kl_term(prepare: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
+    with pytest.raises(UserError, match=r"data.eval_path: an update would have one row"):
+        read_task(prepare("kto", PAIRS, data={"eval_path": str(tmp_path / "one.jsonl")}))

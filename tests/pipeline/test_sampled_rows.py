@@ -87,7 +87,13 @@ def test_a_row_a_sample_in_the_order_of_the_data(here: Path, models: Path, capsy
         assert row["finish_reason"] == ("length" if row["response_length"] == 6 else "stop")
         count = None if number % 3 == 2 else row["completion"].count("a") + 0.5 * (number % 3)
         assert row["rewards"] == {"count": count} and row["score"] == (None if count is None else 2 * count)
-    assert sorted(path.name for path in Path("out").iterdir()) == ["config.yaml", "events.jsonl", "samples.jsonl", "samples.settings.json"]
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "config.yaml",
+        "data.json",
+        "events.jsonl",
+        "samples.jsonl",
+        "samples.settings.json",
+    ]
     said = capsys.readouterr().out
     scores = [row["score"] for row in found if row["score"] is not None]
     for name, value in {"prompts": 9, "samples": 18, "reward/mean": f"{sum(scores) / len(scores):.4g}"}.items():
