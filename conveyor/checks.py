@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt
 from conveyor.workers.cluster import SMALLEST_STORE_GIB, available, check_devices, default_devices
 
+OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]")
+"""In the name of an architecture: it has another head than that of a language model."""
 Functions = dict[str, tuple[Callable[..., Any], dict[str, Any]]]
 """Where the recipe names it → (reward function, its further arguments)."""
 
@@ -107,6 +110,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
         check_folder_or_hub_id(key, model.path)
     functions = _reward_functions(recipe)
     _check_tokens(recipe)
+    _check_writers(recipe)
     _check_attention(recipe)
     _check_heads(recipe)
     _check_lengths(recipe)
@@ -144,6 +148,15 @@ def _check_heads(recipe: OnlineRecipe) -> None:
         names = [name for file in files for name in _tensor_names(file)]
         if names and not any(name.startswith("score.") for name in names):
             raise UserError(f"{key}: {path} has no score layer, so its scores would be random; train a reward model from it first")
+
+
+def _check_writers(recipe: OnlineRecipe) -> None:
+    """Policy and reference are language models, as far as their configurations tell: a reward model samples nothing."""
+    for key in ("model.path", "reference.path"):
+        if (model := _models(recipe).get(key)) is not None:
+            names = read_model_config(key, model.path).architectures or []
+            if others := [name for name in names if OTHER_HEAD.search(name)]:
+                raise UserError(f"{key}: {model.path} is a {others[0]}, not a language model that writes text")
 
 
 def _tensor_names(file: Path) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from conveyor.config.presets import METHOD_DEFAULTS
+from conveyor.config.presets import DEFAULTS
 from conveyor.config.recipe import CLASS_OF
 
 
@@ -28,7 +28,7 @@ class Key:
 
 def keys(method: str) -> list[Key]:
     """All keys a recipe of this method may have, in the order of the sections."""
-    return list(_walk(CLASS_OF[method], "", METHOD_DEFAULTS.get(method, {})))
+    return list(_walk(CLASS_OF[method], "", DEFAULTS.get(method, {})))
 
 
 def _walk(model: type[BaseModel], prefix: str, defaults: dict[str, Any], optional: bool = False) -> Iterator[Key]:

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from conveyor.config.offline_rules import broken_offline_rules
-from conveyor.config.presets import METHOD_DEFAULTS
+from conveyor.config.presets import DEFAULTS
 from conveyor.config.recipe import CLASS_OF, METHODS, OnlineRecipe, Recipe
 from conveyor.config.rules import broken_rules
 
@@ -62,7 +62,7 @@ def parse_recipe(raw: dict[str, Any], source: str = "recipe", *, trains: bool = 
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"{source}: method: {'missing' if method is None else repr(method)}; one of {', '.join(METHODS)}")
     try:
-        recipe: Recipe = CLASS_OF[method].model_validate(_merge(METHOD_DEFAULTS.get(method, {}), raw))
+        recipe: Recipe = CLASS_OF[method].model_validate(_merge(DEFAULTS.get(method, {}), raw))
     except ValidationError as error:
         raise UserError(f"{source}: {_one_line(error, method)}") from None
     for key, reason in broken_rules(recipe, trains) if isinstance(recipe, OnlineRecipe) else broken_offline_rules(recipe):

@@ -6,13 +6,10 @@ from typing import Any
 
 
 def _group(**algorithm: Any) -> dict[str, dict[str, Any]]:
-    return {"rollout": {"n_samples_per_prompt": 8}, "algorithm": algorithm}
+    return {"rollout": {"n_samples_per_prompt": 8}, **({"algorithm": algorithm} if algorithm else {})}
 
 
 METHOD_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "rejection_sampling": {"rollout": {"n_samples_per_prompt": 8}},
-    "rso": {"rollout": {"n_samples_per_prompt": 8}},
-    "iterative_dpo": {"rollout": {"n_samples_per_prompt": 8}},
     "ppo": {},
     "grpo": _group(advantage_estimator="group_norm", kl_in="loss", kl_estimator="k3"),
     "dr_grpo": _group(advantage_estimator="dr_grpo", loss_aggregation="constant", kl_coef=0.0),
@@ -39,3 +36,8 @@ METHOD_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "algorithm": {"advantage_estimator": "best_worst", "policy_loss": "dpo", "kl_coef": 0.0},
     },
 }  # fmt: skip
+"""Of the online methods."""
+
+LOOP_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = dict.fromkeys(("rejection_sampling", "rso", "iterative_dpo"), _group())
+"""Of the methods in rounds."""
+DEFAULTS = METHOD_DEFAULTS | LOOP_DEFAULTS

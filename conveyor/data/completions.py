@@ -132,9 +132,9 @@ def _finish_reason(one: _Told, response: list[int]) -> FinishReason:
 
 def _columns(row: Row, data: sections.Data) -> dict[str, Any]:
     """What reward functions are told besides prompt and response."""
-    given = row.values.get("columns")
-    if isinstance(given, Mapping):
-        return {**{name: value for name, value in row.values.items() if name not in WRITTEN}, **given}
+    given = row.values.get("columns", ())
+    if given is None or isinstance(given, Mapping):  # None: in Parquet, of a dataset of prompts alone
+        return {**{name: value for name, value in row.values.items() if name not in WRITTEN}, **(given or {})}
     return {name: value for name, value in row.values.items() if name not in ("completion", "finish_reason")}
 
 

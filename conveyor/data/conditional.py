@@ -60,7 +60,7 @@ def load_conditional(
         if normalisation is None:
             text, weight = _of_class(row, data, condition)
         else:
-            text, weight = normalisation.text(row.finite(data.reward_column), condition.decimals), 1.0
+            text, weight = _of_score(row, data, condition, normalisation), 1.0
         prompt, completion, key = prompt_and_completion(row, data)
         conditioned = _conditioned(row, condition.template.replace("{condition}", text), prompt)
         return Meaning((draft(row, conditioned, completion, key, data.apply_chat_template),), lambda sample: [Weighted(sample, weight)])
@@ -84,13 +84,22 @@ def _fit(data: sections.Data, condition: Condition, path: str | None) -> Normali
             continue
     if not rewards:
         return Normalisation(0.0, 1.0)
-    mean = float(np.mean(rewards)) if condition.mean is None else condition.mean
-    std = condition.std
-    if std is None:
-        std = float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
+    with np.errstate(over="ignore", invalid="ignore"):  # said below, in one line
+        mean = float(np.mean(rewards)) if condition.mean is None else condition.mean
+        std = condition.std
+        if std is None:
+            std = float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0
     if not all(map(math.isfinite, (mean, std, (max(rewards) - mean) / (std or 1.0), (min(rewards) - mean) / (std or 1.0)))):
         raise UserError(f"{source}: {data.reward_column}: rewards of {min(rewards):g} to {max(rewards):g} cannot be normalised")
     return Normalisation(mean, std)
+
+
+def _of_score(row: Row, data: sections.Data, condition: Condition, normalisation: Normalisation) -> str:
+    reward = row.finite(data.reward_column)
+    text = normalisation.text(reward, condition.decimals)
+    if not math.isfinite(float(text)):
+        raise row.error(f"{data.reward_column}: {reward:g} with mean {normalisation.mean:g} and std {normalisation.std:g} is not finite")
+    return text
 
 
 def _of_class(row: Row, data: sections.Data, condition: Condition) -> tuple[str, float]:

@@ -180,11 +180,12 @@ def read_rows(source: str, split: str, bad: BadRows, key: str = "data.path") -> 
     if not path.exists():
         if suffix in EXTENSIONS or source.startswith((".", "/", "~")) or source.count("/") > 1:
             raise UserError(f"{key}: {source}: no such file")
-        yield from _rows_of_hub(source, split, key)
-        return
-    if suffix not in EXTENSIONS:
+        items = _rows_of_hub(source, split, key)
+    elif suffix in EXTENSIONS:
+        items = _READERS[suffix](path, key)
+    else:
         raise UserError(f"{key}: {source}: unknown extension; one of {', '.join(EXTENSIONS)}")
-    for item in _READERS[suffix](path, key):
+    for item in items:
         if isinstance(item, RowError):
             bad.reject(item)
         else:
@@ -357,7 +358,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a column of {type(value).__name__}; text, numbers, truth values, lists, mappings and times can be used")
 
 
-def _rows_of_hub(name: str, split: str, key: str) -> Iterator[Row]:
+def _rows_of_hub(name: str, split: str, key: str) -> Iterator[Row | RowError]:
     import datasets
 
     try:
@@ -365,7 +366,7 @@ def _rows_of_hub(name: str, split: str, key: str) -> Iterator[Row]:
     except Exception as error:  # network, hub and builder errors have no common type; all mean the same to the user
         raise UserError(f"{key}: neither a file nor a hub dataset that can be read: {name}: {str(error).splitlines()[0]}") from error
     for number, values in enumerate(dataset):
-        yield Row(f"{name}: row {number}", number, values)
+        yield _plain_row(f"{name}: row {number}", number, values)
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Row | RowError]]] = {

@@ -33,7 +33,8 @@ def load_steps(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path:
     """The solutions of `data.path` (or of `path`, in the same form), each of `data.max_length` tokens at most.
 
     A row has a prompt, `completions` (a list of step texts) and `labels` (true, false or a number from 0 to 1 for each step).
-    Prompt, steps and separators (`data.step_separator`) are each tokenised alone and joined, without EOS.
+    Prompt, steps and separators (`data.step_separator`) are each tokenised alone and joined, without EOS. A step that holds the
+    separator is malformed: when samples are scored it would count as several.
 
     Raises:
         UserError: a malformed or over-long row where the recipe says so, or none is left.
@@ -41,7 +42,7 @@ def load_steps(data: sections.Data, tokenizer: PreTrainedTokenizerBase, *, path:
 
     def meaning(row: Row) -> Meaning[StepSample]:
         prompt = row.text_or_messages(data.prompt_column)
-        steps, labels = _steps(row), np.array(_labels(row), dtype=np.float32)
+        steps, labels = _steps(row, data.step_separator), np.array(_labels(row), dtype=np.float32)
         if len(labels) != len(steps):
             raise row.error(f"labels: {len(labels)} for {len(steps)} steps")
         chat = data.apply_chat_template or not isinstance(prompt, str)
@@ -81,7 +82,7 @@ def step_ends(ids: Sequence[int], separator_ids: Sequence[int]) -> list[int]:
     return ends
 
 
-def _steps(row: Row) -> tuple[str, ...]:
+def _steps(row: Row, separator: str) -> tuple[str, ...]:
     steps = _list(row, "completions", "step texts")
     if not steps:
         raise row.error("completions: no steps")
@@ -90,6 +91,8 @@ def _steps(row: Row) -> tuple[str, ...]:
             raise row.error(f"completions[{i}]: must be text, not {type(step).__name__}")
         if not step.strip():
             raise row.error(f"completions[{i}]: empty")
+        if (step + separator).index(separator) < len(step):  # scoring, which looks for separators, would cut the step there
+            raise row.error(f"completions[{i}]: holds data.step_separator {separator!r}, which would end the step there; choose another")
     return tuple(steps)
 
 

@@ -116,16 +116,15 @@ class RowStore:
         """Write the file; what it was made of goes.
 
         Raises:
-            UserError: Parquet has one type a column, and these rows have several.
+            UserError: Parquet cannot hold these rows, which stay: it has one type a column, and integers of 64 bits.
         """
-        file = self.file(kind)
+        file, spool = self.file(kind), self.folder / f".{self._name}.rows.jsonl"
         if kind == "jsonl":
             write_lines(file, rows)
         else:
-            spool = self.folder / f".{self._name}.rows.jsonl"
             write_lines(spool, rows)
             _write_parquet(spool, file)
-            spool.unlink()
+        spool.unlink(missing_ok=True)  # a kill may have left one, whatever the format is now
         self._lines.close()
         self._partial.unlink()
         return file
@@ -162,13 +161,17 @@ def _write_parquet(spool: Path, file: Path) -> None:
         aside.unlink(missing_ok=True)
         spool.unlink()
         reason = str(error).splitlines()[0]
-        raise UserError(f"--format parquet: a column has values of several types ({reason}); run again with --format jsonl") from None
+        raise UserError(
+            f"--format parquet: it cannot hold these rows ({reason}); run again with --format jsonl, which has them all"
+        ) from None
     os.replace(aside, file)
 
 
-def _for_parquet(row: dict[str, Any]) -> dict[str, Any]:
-    """Parquet has no mapping without keys."""
-    return {name: None if value == {} else value for name, value in row.items()}
+def _for_parquet(value: Any) -> Any:
+    """Parquet has no mapping without keys: it becomes null."""
+    if isinstance(value, dict):
+        return {name: _for_parquet(part) for name, part in value.items()} or None
+    return [_for_parquet(part) for part in value] if isinstance(value, list) else value
 
 
 def settings_of(recipe: OnlineRecipe, **more: Any) -> dict[str, Any]:
@@ -176,6 +179,8 @@ def settings_of(recipe: OnlineRecipe, **more: Any) -> dict[str, Any]:
     keys = flat(recipe.model_dump(mode="json", exclude={"rewards"}))
     told = {key: value for key, value in keys.items() if not key.startswith(MAY_CHANGE)}
     told |= {"data.path (content)": fingerprint(recipe.data.path), "model.path (files)": fingerprint(recipe.model.path)}
+    if told["data.path (content)"] != recipe.data.path:
+        del told["data.path"]  # the same file may be named in several ways
     for reward in recipe.rewards:
         told |= flat(reward.model_dump(mode="json"), f"rewards.{reward.name}.")
         source = reward.model or (reward.function or "").rpartition(":")[0]

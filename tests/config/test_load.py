@@ -22,7 +22,7 @@ from conveyor.config import (
     rules,
 )
 from conveyor.config.describe import keys
-from conveyor.config.presets import METHOD_DEFAULTS
+from conveyor.config.presets import DEFAULTS, LOOP_DEFAULTS, METHOD_DEFAULTS
 from conveyor.config.recipe import METHODS
 from tests.config.offline_cases import LOOPS, OFFLINE, OFFLINE_RULES, loop
 
@@ -310,7 +310,7 @@ def test_every_reason_is_given_by_one_of_these() -> None:
         assert [(file, lines.start) for lines in reasons if not lines_run.intersection(lines)] == []
 
 
-@pytest.mark.parametrize("method", METHOD_DEFAULTS)
+@pytest.mark.parametrize("method", DEFAULTS)
 def test_every_preset_loads(method: str) -> None:
     if method in LOOPS:
         made = parse_recipe(loop(method))
@@ -319,14 +319,14 @@ def test_every_preset_loads(method: str) -> None:
         made = parse_recipe(base(method, FUNCTION, reference={"path": "r"}, **({"pipeline": {"micro_batch_size": 2}})))
         assert isinstance(made, OnlineRecipe) and made.method == method
     dumped = made.model_dump()
-    for section, keys_of in METHOD_DEFAULTS[method].items():
+    for section, keys_of in DEFAULTS[method].items():
         assert {key: dumped[section][key] for key in keys_of} == keys_of
 
 
 def test_methods_are_those_of_the_issue_and_each_has_a_preset() -> None:
     estimators = {"ppo", "grpo", "dr_grpo", "rloo", "opo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax"}
     online = estimators | {"dapo", "gspo", "cispo", "distillation", "online_dpo"}
-    assert set(METHOD_DEFAULTS) == online | LOOPS and set(METHODS) == online | LOOPS | OFFLINE
+    assert set(METHOD_DEFAULTS) == online and set(LOOP_DEFAULTS) == LOOPS and set(METHODS) == online | LOOPS | OFFLINE
 
 
 def test_sizes_with_a_greedy_baseline() -> None:

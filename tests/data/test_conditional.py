@@ -127,6 +127,14 @@ def test_rewards_that_cannot_be_normalised_are_refused(tmp_path, rewards, settin
         load(tmp_path, *scored(*rewards), condition=Condition(**settings))
 
 
+def test_a_given_normalisation_must_give_finite_numbers(tmp_path):
+    """1e300 / 1e-10 is more than a float holds."""
+    condition = Condition(mean=0.0, std=1e-10)
+    with pytest.raises(UserError, match=r"d.jsonl:2: reward: 1e\+300 with mean 0 and std 1e-10 is not finite"):
+        load(tmp_path, *scored(1, 1e300), condition=condition)
+    assert len(load(tmp_path, *scored(1, 1e300), condition=condition, on_bad_row="drop")[0]) == 1
+
+
 @pytest.mark.parametrize(("target", "decimals", "text"), [(-0.01, 1, "0.0"), (-0.4, 0, "0"), (1, 1, "1.0"), (None, 2, "1.00")])
 def test_a_target_is_spelled_as_training_spells_it(target, decimals, text):
     assert Condition(target=target, decimals=decimals).target_text == text

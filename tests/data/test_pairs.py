@@ -86,6 +86,14 @@ def test_the_prompts_own_column_goes_before_a_chat(tmp_path):
             {"chosen": [user("p"), assistant("x")], "rejected": [user("q"), assistant("y")]},
             "chosen and rejected do not answer the same prompt",
         ),
+        ({"chosen": [assistant("x")], "rejected": [assistant("y")]}, "chosen and rejected have no beginning in common"),
+        (
+            {
+                "chosen": [user("a"), assistant("b"), user("p"), assistant("x")],
+                "rejected": [user("a"), assistant("b"), user("q"), assistant("y")],
+            },
+            "chosen and rejected do not answer the same prompt",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "margin: must be a finite number, not '1'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, "margin: must be a finite number, not True"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("inf")}, "margin: must be a finite number, not inf"),

@@ -1,3 +1,5 @@
+import datetime
+import decimal
 import json
 
 import datasets
@@ -96,6 +98,25 @@ def test_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path):
     with pytest.raises(UserError, match=r"d.parquet: row 1: not UTF-8 \(byte 0xff\)"):
         read(tmp_path / "d.parquet")
     assert [(row.number, row.values) for row in read(tmp_path / "d.parquet", "drop")] == [(0, {"a": "a"}), (2, {"a": "c"})]
+
+
+TYPED = {
+    "at": datetime.datetime(2024, 5, 1, 12, 30), "day": datetime.date(2024, 5, 1), "price": decimal.Decimal("1.25"),
+    "deep": [{"at": datetime.datetime(2024, 5, 1), "none": None}],
+}  # fmt: skip
+PLAIN = {"at": "2024-05-01T12:30:00", "day": "2024-05-01", "price": 1.25, "deep": [{"at": "2024-05-01T00:00:00", "none": None}]}
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_typed_columns_become_what_json_knows(tmp_path, monkeypatch, hub):
+    """Samples and scores are written as JSON, so what JSON has not is found before anything is sampled."""
+    made = [TYPED, TYPED | {"image": b"\x89PNG"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made, schema=pyarrow.Table.from_pylist(made[1:]).schema), tmp_path / "d.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made)
+    source = "some/dataset" if hub else str(tmp_path / "d.parquet")
+    bad = BadRows("drop")
+    assert [{**row.values, "image": None} for row in read_rows(source, "train", bad)] == [PLAIN | {"image": None}]
+    assert str(bad.first).startswith(f"{source}: row 1: image: a column of bytes; text, numbers")
 
 
 def test_numbers_and_truth_values(tmp_path):

@@ -80,6 +80,8 @@ def test_step_ends_are_those_of_split(text, separator):
         ({"completions": "two"}, "completions: must be a list of step texts, not str"),
         ({"completions": ["two", " "]}, r"completions\[1\]: empty"),
         ({"completions": ["two", 4]}, r"completions\[1\]: must be text, not int"),
+        ({"completions": ["t\nwo", "4"]}, r"completions\[0\]: holds data.step_separator '\\n'"),
+        ({"completions": ["two", "4\n"]}, r"completions\[1\]: holds data.step_separator '\\n'"),
         ({"prompt": ""}, "prompt: empty"),
     ],
 )
@@ -87,6 +89,13 @@ def test_a_malformed_row_is_named(tmp_path, change, message):
     with pytest.raises(UserError, match=f"d.jsonl:2: {message}"):
         load(tmp_path, ROW, json.loads(json.dumps(ROW | change)))
     assert len(load(tmp_path, ROW, ROW | change, ROW, on_bad_row="drop")) == 2
+
+
+def test_a_step_that_completes_a_separator_too_early_is_refused(tmp_path):
+    """`4#` + `##`: scoring finds the first two of three."""
+    assert load(tmp_path, ROW | {"completions": ["#two", "4"]}, step_separator="##")
+    with pytest.raises(UserError, match=r"completions\[1\]: holds data.step_separator '##'"):
+        load(tmp_path, ROW | {"completions": ["two", "4#"]}, step_separator="##")
 
 
 def test_long_rows(tmp_path, caplog):

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from conveyor.checks import OTHER_HEAD
 from conveyor.cli import main
 from conveyor.config import UserError, load_recipe, sections
 from conveyor.data.completions import load_completions
@@ -191,6 +192,61 @@ def test_settings_that_change_no_sample_may_differ(here: Path, models: Path) -> 
     assert generate(models, "--format", "parquet") == 2, "prompts are texts and messages"
     assert generate(models, "--rollout.max_concurrent_requests", "9", "--devices.rollout", "1") == 0
     assert len(rows("out/samples.jsonl")) == 2 * PROMPTS
+
+
+@pytest.mark.parametrize("columns", [{}, {"answer": {}, "more": [{"deep": {}}]}])
+def test_parquet_of_rows_with_empty_mappings(tmp_path: Path, columns: dict[str, Any]) -> None:
+    """A dataset of prompts alone has no columns. A spool that a kill has left goes."""
+    (tmp_path / ".samples.rows.jsonl").write_text("torn")
+    store = RowStore(tmp_path, "samples")
+    store.open({})
+    store.append(0, [{"prompt": "p", "completion": "c", "columns": columns}])
+    file = store.finish(store.rows(), "parquet")
+    (row,) = rows(str(file))
+    told = None if not columns else {"answer": None, "more": [{"deep": None}]}
+    assert row == {"prompt": "p", "completion": "c", "columns": told}
+    assert [set(one.columns) for one in load_completions(sections.Data(path=str(file)), None)] == [set(columns)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["samples.parquet", "samples.settings.json"]
+
+
+@pytest.mark.parametrize("values", [[2**70], [1, "one"], [[1], {"a": 1}]])
+def test_rows_that_parquet_cannot_hold_stay(tmp_path: Path, values: list[Any]) -> None:
+    store = RowStore(tmp_path, "samples")
+    store.open({})
+    for index, value in enumerate(values):
+        store.append(index, [{"value": value}])
+    with pytest.raises(UserError, match="--format parquet: it cannot hold these rows") as said:
+        store.finish(store.rows(), "parquet")
+    assert "\n" not in str(said.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["samples.partial.jsonl", "samples.settings.json"]
+    assert [row["value"] for row in rows(str(store.finish(store.rows(), "jsonl")))] == values
+
+
+def test_the_same_data_may_be_named_otherwise(here: Path, models: Path, capsys: Any) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    assert score(str(here / "rows.jsonl"), "--reward", "rewards.py:words") == 0
+    assert score("rows.jsonl", "--reward", "rewards.py:words") == 0 and "complete already" in capsys.readouterr().out
+    add("rows.jsonl", '{"prompt": "p", "completion": "d"}\n')
+    assert score("rows.jsonl", "--reward", "rewards.py:words") == 2
+    assert "data.path (content): " in capsys.readouterr().err
+
+
+def test_a_reward_model_samples_nothing(here: Path, models: Path, capsys: Any) -> None:
+    """Said before engines start."""
+    assert main(["generate", str(models / "judge"), "--data", "prompts.jsonl", "--recipe", "recipe.yaml"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("judge is a LlamaForSequenceClassification, not a language model that writes text") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [
+        ("Qwen2ForCausalLM", True), ("GPT2LMHeadModel", True), ("Gemma3ForConditionalGeneration", True), ("LlamaForCausalLMEagle3", True),
+        ("Qwen2ForRewardModel", False), ("LlamaForTokenClassification", False), ("BertForMaskedLM", False),
+    ],
+)  # fmt: skip
+def test_architectures_that_write(name: str, writes: bool) -> None:
+    assert (OTHER_HEAD.search(name) is None) == writes
 
 
 def test_a_run_is_not_written_over(here: Path, models: Path, capsys: Any) -> None:
