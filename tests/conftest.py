@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from conveyor.config import sections
@@ -25,6 +26,10 @@ ENGINE_SEED = 7
 ENGINE_MODEL_LENGTH = 448
 RAY_CORES = 12
 """More than there are: engines, kept workers and the ranks of a run share what is there."""
+
+# How long an example takes says more about what else the machine does.
+hypothesis.settings.register_profile("calm", deadline=None)
+hypothesis.settings.load_profile("calm")
 
 
 @pytest.fixture(scope="session", autouse=True)
