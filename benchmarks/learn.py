@@ -142,13 +142,13 @@ def draw(runs: list[Run], file: Path) -> None:
     pyplot.close(figure)
 
 
-def insert(page: Path, text: str) -> None:
+def insert(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Between the marks of a page."""
     whole = page.read_text(encoding="utf-8")
-    head, _, rest = whole.partition(BEGIN)
-    _, found, tail = rest.partition(END)
+    head, _, rest = whole.partition(begin)
+    _, found, tail = rest.partition(end)
     assert found, f"{page} has no place for the results"
-    page.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:

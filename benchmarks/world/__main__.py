@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.learn import insert
 from benchmarks.sleeping_runs import local_ray
 from benchmarks.world import methods, world
-from benchmarks.world.page import draw, markdown
+from benchmarks.world.page import BEGIN, END, draw, markdown
 from benchmarks.world.run import Run, as_row, from_row, last_of, seed_of
 
 SEEDS = (0, 1, 2)
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     whole = {(method, seed) for method in methods.METHODS for seed in SEEDS}
     if whole <= {(run.method, run.seed) for run in summary.runs} and folder == Path("runs/world"):
         draw(summary.ordered(), PICTURE)
-        insert(PAGE, markdown(summary.ordered()))
+        insert(PAGE, markdown(summary.ordered()), BEGIN, END)
     print(f"{folder}/summary.json: {summary.seconds:.0f} s in all")
     return 0
 

@@ -69,7 +69,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.6), layout="constrained")
     for place, method in enumerate(methods_of(runs)):
-        some, color = of(runs, method), "0.5" if method == "start" else f"C{place - 1}"
+        some, color = of(runs, method), "black" if method == "start" else f"C{place - 1}"
         points = [(run.measured.kl, run.measured.true_reward) for run in some]
         axes.scatter([kl for kl, _ in points], [reward for _, reward in points], color=color, s=16, alpha=0.55)
         x, y = (statistics.fmean(values) for values in zip(*points, strict=True))

@@ -83,10 +83,10 @@ def pair_drafts(row: Row, data: sections.Data) -> tuple[Draft, Draft]:
         return _split_texts(row, chosen, rejected)
     if isinstance(chosen, list) and isinstance(rejected, list):
         shared = _shared(chosen, rejected)
-        if not shared:
-            raise row.error("chosen and rejected have no beginning in common; give the prompt its own column")
         if any(side[shared:] and side[shared]["role"] != "assistant" for side in (chosen, rejected)):
             raise row.error("chosen and rejected do not answer the same prompt: they differ before an assistant message")
+        if not shared:
+            raise row.error("chosen and rejected have no beginning in common; give the prompt its own column")
         return conversation(row, chosen, shared, "chosen"), conversation(row, rejected, shared, "rejected")
     raise row.error("chosen and rejected must both be texts or both be messages")
 

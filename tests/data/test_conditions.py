@@ -22,8 +22,13 @@ def test_the_prompt_takes_its_place_in_the_template() -> None:
         apply_template("{prompt}", [{"role": "system", "content": "a"}])
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"prompt_template": 3}', '{"prompt_template": "none"}',
-                                     '{"prompt_template": "{prompt} {prompt}"}', '{"prompt_template": "{condition}: {prompt}"}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", '{"prompt_template": 3}', '{"prompt_template": "none"}', '{"prompt_template": "{prompt} {prompt}"}',
+        '{"prompt_template": "{condition}: {prompt}"}',
+    ],
+)  # fmt: skip
 def test_a_condition_that_cannot_be_used_is_said(tmp_path: Path, content: str) -> None:
     assert read_template(tmp_path) is None
     (tmp_path / "condition.json").write_text(content)
