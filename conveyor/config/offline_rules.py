@@ -52,9 +52,8 @@ def _dpo(dpo: Dpo) -> Broken:
 
 
 def _reference(recipe: DpoRecipe) -> Broken:
-    for key in ("reference", "reference_cache"):
-        if getattr(recipe, key) is not None and not recipe.dpo.needs_reference:
-            yield key, f"{recipe.dpo.loss} asks no reference"
+    if recipe.reference is not None and not recipe.dpo.needs_reference:
+        yield "reference", f"{recipe.dpo.loss} asks no reference"
 
 
 def _kto(recipe: KtoRecipe) -> Broken:

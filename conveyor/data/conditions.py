@@ -41,17 +41,23 @@ def apply_template(template: str, prompt: str | Messages) -> str | list[dict[str
     return messages
 
 
-def read_template(model: Path | str) -> str | None:
+def read_template(model: Path | str, condition: str | None = None) -> str | None:
     """`prompt_template` of the model folder's condition.json; None: the model has no condition.
 
+    Args:
+        condition: text that stands in the place of the target's.
+
     Raises:
-        UserError: the file is not what it should be.
+        UserError: the file is not what it should be, or not there though a condition is given.
     """
     file = Path(model).expanduser() / FILE
     if not file.is_file():
+        if condition is not None:
+            raise UserError(f"--condition: {model} has no {FILE}; only models of conditional_sft take one")
         return None
     try:
-        template = json.loads(file.read_text(encoding="utf-8"))["prompt_template"]
+        told = json.loads(file.read_text(encoding="utf-8"))
+        template = told["prompt_template"] if condition is None else told["condition"]["template"].replace("{condition}", condition)
     except (OSError, ValueError, KeyError, TypeError):
         template = None
     if not isinstance(template, str) or template.count(PLACE) != 1 or "{condition}" in template:

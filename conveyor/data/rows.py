@@ -96,7 +96,11 @@ class Row:
             raise self.error(f"{key}: must be a list of messages, not {type(value).__name__}")
         if not value:
             raise self.error(f"{key}: no messages")
-        return [self._message(f"{key}[{i}]", message) for i, message in enumerate(value)]
+        messages = [self._message(f"{key}[{i}]", message) for i, message in enumerate(value)]
+        system = self.values.get("system")
+        if key in CHAT_KEYS and isinstance(system, str) and system and messages[0]["role"] != "system":
+            return [{"role": "system", "content": system}, *messages]  # as some sharegpt files have it
+        return messages
 
     def _message(self, where: str, message: Any) -> dict[str, Any]:
         # Parquet fills keys that only some messages have with null; templates would print it.
@@ -121,7 +125,7 @@ class Row:
         if not self.typed and str(value).strip().lower() in ("true", "false"):
             return str(value).strip().lower() == "true"
         if not isinstance(value, bool):
-            raise self.error(f"{key}: not boolean: must be true or false, not {reprlib.repr(value)}")
+            raise self.error(f"{key}: must be true or false, not {reprlib.repr(value)}")
         return value
 
     def finite(self, key: str) -> float:

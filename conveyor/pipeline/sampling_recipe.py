@@ -124,6 +124,7 @@ def _name(function: str) -> str:
 
 
 def add_condition_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--condition", metavar="TEXT", help=f"ask under another condition than {FILE} does, e.g. --condition=-1.0")
     parser.add_argument("--no-condition", action="store_true", help=f"leave the model's {FILE} alone: put prompts to it as they are")
 
 
@@ -133,7 +134,7 @@ def condition(recipe: OnlineRecipe, known: argparse.Namespace) -> str | None:
     Raises:
         UserError: the model's condition.json is not what it should be, or prompts are played by a function.
     """
-    template = None if known.no_condition else read_template(recipe.model.path)
+    template = None if known.no_condition else read_template(recipe.model.path, known.condition)
     if template is None:
         return None
     if recipe.rollout.multi_turn is not None:

@@ -45,7 +45,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in read_objects(path)]
 
 
-SHOWN = {"reward/mean": "reward", "kl": "kl", "loss": "loss", "accuracy": "accuracy"}
+SHOWN = {"reward/mean": "reward", "kl": "kl", "loss": "loss", "accuracy": "accuracy",
+         "eval/reward/mean": "held-out reward", "eval/loss": "held-out loss", "eval/accuracy": "held-out accuracy",
+         "eval/rewards/accuracy": "held-out accuracy"}  # fmt: skip
 """Metric → its label in `summary`, where a step has it."""
 
 

@@ -35,7 +35,6 @@ OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
     (dpo(loss="exo_pair", label_smoothing=0), "dpo.label_smoothing: exo_pair takes the logarithm of it, so it must be more than 0"),
     (dpo(loss="sigmoid", margin=1.0), "dpo.margin: sigmoid has none; only simpo and slic do"),
     (offline("dpo", dpo={"loss": "cpo"}, reference={"path": "r"}), "reference: cpo asks no reference"),
-    (offline("dpo", dpo={"loss": "orpo"}, reference_cache="c"), "reference_cache: orpo asks no reference"),
     (loop("rso", dpo={"loss": "simpo"}, rounds={"reference": "first"}), "rounds.reference: simpo asks no reference"),
     (conditional(kind="class", classes={"a": {"text": "as {prompt}"}}), "condition.classes.a.text: must not hold {prompt}"),
     (loop("iterative_dpo", dpo={"loss": "ipo", "label_smoothing": 0.1}), "dpo.label_smoothing: ipo knows no wrong labels"),

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import pytest
 
-from conveyor.config import OfflineRecipe, UserError, parse_recipe
+from conveyor.config import OfflineRecipe, UserError, load_recipe, parse_recipe
 from conveyor.config.offline import ConditionalSftRecipe, DpoRecipe, PairLoss
 from tests.config.offline_cases import FUNCTION, OFFLINE, conditional, dpo, offline
 
@@ -76,3 +76,8 @@ def test_bad_settings_of_offline_methods(raw: dict[str, Any], line: str) -> None
     with pytest.raises(UserError) as caught:
         parse_recipe(raw)
     assert str(caught.value).startswith(f"recipe: {line}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", get_args(PairLoss))
+def test_the_tiny_recipe_takes_every_loss(loss: str) -> None:
+    assert isinstance(load_recipe("recipes/tiny/dpo.yaml", {"dpo.loss": loss}), DpoRecipe)

@@ -39,7 +39,7 @@ FAULTS = [
     *[(form, {"chosen": "c"}, "chosen and rejected are identical") for form in PAIRED],
     *[(form, {"chosen": [assistant("c")]}, "chosen and rejected are identical") for form in PAIRED],
     *[(form, {"chosen": "c</s>"}, "chosen and rejected are identical") for form in PAIRED],
-    *[("labelled", {"label": label}, "label: not boolean: must be true or false, not ") for label in (0, 1, "true", 1.0, [])],
+    *[("labelled", {"label": label}, "label: must be true or false, not ") for label in (0, 1, "true", 1.0, [])],
     ("labelled", {"label": None}, "label: missing"),
     ("steps", {"completions": [" "]}, "completions[0]: empty"),
     ("steps", {"completions": [], "labels": []}, "completions: no steps"),

@@ -46,3 +46,12 @@ def test_engines_read_the_condition_and_nobody_else(tmp_path: Path) -> None:
     assert [tokenizer.decode(prompt.sampling_ids) for prompt in (first, second)] == [f"<s><|user|><{text}><|assistant|>" for text in "ab"]
     with pytest.raises(UserError, match="12\\) tokens or more"):
         load_prompts(data, tokenizer, template="far too long {prompt}")
+
+
+def test_another_condition_than_the_target(tmp_path):
+    told = {"prompt_template": "{prompt} [1.0]", "condition": {"template": "{prompt} [{condition}]"}}
+    (tmp_path / "condition.json").write_text(json.dumps(told))
+    assert read_template(tmp_path) == "{prompt} [1.0]"
+    assert read_template(tmp_path, "-2.0") == "{prompt} [-2.0]"
+    with pytest.raises(UserError, match=r"--condition: .* has no condition.json"):
+        read_template(tmp_path / "absent", "x")

@@ -129,10 +129,10 @@ def test_numbers_and_truth_values(tmp_path):
         (row.finite, "x", "x: must be a finite number, not '1'"),
         (row.finite, "big", "big: must be a finite number, not 1000"),
         (row.finite, "w", "w: missing"),
-        (row.boolean, "y", "y: not boolean: must be true or false, not 'true'"),
-        (row.boolean, "z", "z: not boolean: must be true or false, not 1"),
+        (row.boolean, "y", "y: must be true or false, not 'true'"),
+        (row.boolean, "z", "z: must be true or false, not 1"),
         (row.boolean, "w", "w: missing"),
-        (cells.boolean, "z", "z: not boolean: must be true or false, not '1'"),
+        (cells.boolean, "z", "z: must be true or false, not '1'"),
         (cells.finite, "y", "y: must be a finite number, not ' True '"),
     ):
         with pytest.raises(UserError, match=message):

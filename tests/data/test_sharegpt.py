@@ -8,6 +8,7 @@ from conveyor.config.offline import Condition
 from conveyor.data.conditional import load_conditional
 from conveyor.data.pairs import load_pairs
 from conveyor.data.prompts import load_prompts
+from conveyor.data.rows import Row
 from conveyor.data.sft import load_sft
 from conveyor.data.steps import load_steps
 from conveyor.data.unpaired import load_unpaired
@@ -146,3 +147,13 @@ def test_parquet_fills_absent_keys_with_null(tmp_path):
     datasets.Dataset.from_list(filled).to_parquet(tmp_path / "d.parquet")
     samples = load_sft(sections.Data(path=str(tmp_path / "d.parquet")), TOKENIZER)
     assert all_equal(plain(*samples), 2) == expected("d", earlier=True)
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_a_system_column_begins_the_chat(key):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    told = Row("here", 0, {key: chat, "system": "be brief"}).messages(key)
+    assert told == [{"role": "system", "content": "be brief"}, *chat]
+    own = [{"role": "system", "content": "mine"}, *chat]
+    assert Row("here", 0, {key: own, "system": "be brief"}).messages(key) == own
+    assert Row("here", 0, {key: chat, "system": ""}).messages(key) == chat

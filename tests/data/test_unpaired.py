@@ -46,14 +46,14 @@ def test_csv_spells_labels_as_text(tmp_path):
     labelled = load_unpaired(sections.Data(path=str(tmp_path / "d.csv"), label_column="ok"), TOKENIZER)
     assert [item.label for item in labelled] == [True, False, True]
     (tmp_path / "d.csv").write_text("prompt,completion,ok\na,b,1\n")
-    with pytest.raises(UserError, match=r"d.csv:2: ok: not boolean: must be true or false, not '1'"):
+    with pytest.raises(UserError, match=r"d.csv:2: ok: must be true or false, not '1'"):
         load_unpaired(sections.Data(path=str(tmp_path / "d.csv"), label_column="ok"), TOKENIZER)
 
 
 @pytest.mark.parametrize(("label", "shown"), [(1, "1"), (0, "0"), ("true", "'true'"), (1.0, "1.0"), ([True], r"\[True\]")])
 def test_a_label_is_a_boolean(tmp_path, label, shown):
     row = {"prompt": "a", "completion": "b", "label": label}
-    with pytest.raises(UserError, match=rf"d.jsonl:1: label: not boolean: must be true or false, not {shown}"):
+    with pytest.raises(UserError, match=rf"d.jsonl:1: label: must be true or false, not {shown}"):
         load(tmp_path, row)
 
 
