@@ -35,7 +35,6 @@ class DpoTask(Task):
     """Items are pairs; both sides go through one forward."""
 
     items: Sequence[Pair]
-    unit = "pairs"
 
     @classmethod
     def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:

@@ -38,7 +38,6 @@ class RewardModelTask(ScalarTask):
     """Items are pairs; both sides go through one forward."""
 
     items: Sequence[Pair]
-    unit = "pairs"
 
     @classmethod
     def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:
@@ -82,7 +81,6 @@ class ProcessRewardModelTask(ScalarTask):
     """Items are solutions with a label a step; every step's end has a score, whose σ is the probability that the step is right."""
 
     items: Sequence[StepSample]
-    unit = "steps"
 
     @classmethod
     def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:

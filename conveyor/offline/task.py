@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ class Task(ABC):
     """What is trained as a whole: a packed row, a pair. In file order."""
     reference: Tensor | None = None
     """float32 [·]: log-probs under the reference, in an order of the task's own; NaN for items that are in no update."""
-
-    unit: ClassVar[str] = "samples"
-    """What a denominator counts."""
 
     @classmethod
     @abstractmethod

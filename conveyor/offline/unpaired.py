@@ -26,7 +26,6 @@ class UnpairedTask(Task):
     """Items are completions with a label."""
 
     items: Sequence[Labelled]
-    unit = "completions"
 
     @classmethod
     def read(cls, recipe: OfflineRecipe, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Self:
