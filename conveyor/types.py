@@ -4,17 +4,17 @@
      data      workers/     workers/    models/ + algorithms/
                rollout      score
 
-A record describes **one** sample and holds unpadded tensors; padding exists only inside
-`TrainBatch`, the tensor form of the samples that one train rank computes on at once.
+A record describes **one** sample and holds unpadded tensors; samples come together only in `TrainBatch`, the tensor form of those
+that one train rank computes on at once.
 
-Shape letters: R = response tokens of one sample, B = samples in a batch, T = longest
-prompt + response of the batch, S = longest response of the batch.
+Shape letters: R = response tokens of one sample, B = samples in a batch, W = width of a row of tokens (of a packed one, the tokens of all
+its samples), S = longest response of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -129,17 +129,41 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """The samples of one forward and backward on one train rank, padded on the right.
+class Tokens:
+    """The samples of one forward pass: in one row, one after another, or each in a row of its own, padded on the right.
 
-    Prompt and response stand joined in `input_ids`; everything with a meaning per response
-    token is in *response space* [B, S]: column t belongs to the t-th response token.
+        packed      7 8 9 5 6     positions 0 1 2 0 1        padded     7 8 9     positions 0 1 2
+                                                                        5 6 0               0 1 2
+
+    Places are counted through the rows: row · W + column. No mask is needed: attention is causal, so what follows a sample changes nothing.
     """
 
     input_ids: Tensor
-    """int64 [B, T]"""
-    attention_mask: Tensor
-    """int64 [B, T]: 1 for prompt and response tokens, 0 for padding."""
+    """int64 [rows, W]"""
+    position_ids: Tensor
+    """int64 [rows, W]: each sample's start at 0."""
+    starts: Tensor
+    """int64 [B]: the place of each sample's first token."""
+    lengths: Tensor
+    """int64 [B]"""
+    packed: bool
+    """All samples are in one row."""
+
+    def to(self, device: torch.device | str) -> Tokens:
+        return Tokens(
+            self.input_ids.to(device), self.position_ids.to(device), self.starts.to(device), self.lengths.to(device), self.packed
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The samples of one forward and backward on one train rank.
+
+    Prompt and response stand joined in `tokens`; everything with a meaning per response token is in *response space* [B, S]:
+    column t belongs to the t-th response token.
+    """
+
+    tokens: Tokens
     prompt_lengths: Tensor
     """int64 [B]"""
     response_mask: Tensor
@@ -159,10 +183,8 @@ class TrainBatch:
     values: Tensor | None = None
     """float32 [B, S]"""
 
-    @property
-    def response_ids(self) -> Tensor:
-        """int64 [B, S]: the response tokens, 0 where masked."""
-        width = self.response_mask.shape[1]
-        columns = self.prompt_lengths[:, None] + torch.arange(width, device=self.input_ids.device)
-        ids = self.input_ids.gather(1, columns.clamp(max=self.input_ids.shape[1] - 1))
-        return ids.masked_fill(~self.response_mask, 0)
+    def to(self, device: torch.device) -> TrainBatch:
+        moved: dict[str, Any] = {
+            name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor | Tokens)
+        }
+        return replace(self, **moved)

@@ -38,6 +38,11 @@ class Model(Section):
     chat_template: str | None = Field(None, description="path of a Jinja chat template; default: the tokenizer's own")
     gradient_checkpointing: Flag = Field(False, description="recompute activations in the backward pass")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="attention implementation")
+    remove_padding: Flag = Field(
+        True,
+        description="samples that are computed together stand in one row, each attending to itself only (attention sdpa or "
+        "flash_attention_2, models whose tokens meet in attention only); off: each in a row of its own, padded to the longest",
+    )
 
 
 class Data(Section):
@@ -177,6 +182,11 @@ class Train(Section):
     max_grad_norm: PositiveFloat = Field(1.0, description="clip of the global gradient norm")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
     offload_optimizer: Flag = Field(False, description="keep optimizer state in host memory (ZeRO ≥ 1)")
+    max_tokens_per_micro_batch: PositiveInt | None = Field(
+        None,
+        description="most tokens of one forward/backward on one device, shared out evenly over the ranks; larger micro-batches are cut",
+    )
+    sequence_parallel_size: PositiveInt = Field(1, description="neighbouring ranks that share each row of tokens (Ulysses)")
 
     def stage(self, dtype: DType) -> int:
         """The ZeRO stage that is run: in bfloat16 without ZeRO DeepSpeed would sum gradients in bfloat16, so 0 is run as 1."""

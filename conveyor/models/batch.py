@@ -11,6 +11,7 @@ from conveyor.algorithms.advantages import kl_penalty, place_rewards
 from conveyor.algorithms.losses import kl_estimate
 from conveyor.algorithms.scores import sample_score
 from conveyor.config import OnlineRecipe, RunError, sections
+from conveyor.data.packing import lay_out
 from conveyor.models.joining import join
 from conveyor.types import PartialScores, Rollout, Scored, TrainBatch
 from conveyor.workers.reports import SampleReport, StepSettings
@@ -94,13 +95,13 @@ def is_baseline(rollout: Rollout, recipe: OnlineRecipe) -> bool:
     return recipe.greedy_baseline and rollout.sample == recipe.rollout.n_samples_per_prompt
 
 
-def make_train_batch(samples: Sequence[Scored], recipe: OnlineRecipe, settings: StepSettings) -> TrainBatch:
-    """The samples in one padded batch.
+def make_train_batch(samples: Sequence[Scored], recipe: OnlineRecipe, settings: StepSettings, packed: bool) -> TrainBatch:
+    """The samples in one batch. `packed`: in one row of tokens.
 
     A sample's score stands on its last response token; with `kl_in: reward` every token pays
     for its KL. Samples without a score, and cut ones if `mask_truncated`, are left out of the loss.
     """
-    joined = join([sample.rollout for sample in samples])
+    joined = join([sample.rollout for sample in samples], packed)
     mask = joined.response_mask
     scores = [score_of(sample, recipe, settings) for sample in samples]
     in_loss = torch.tensor([_in_loss(sample, score, recipe.algorithm) for sample, score in zip(samples, scores, strict=True)])
@@ -108,8 +109,7 @@ def make_train_batch(samples: Sequence[Scored], recipe: OnlineRecipe, settings: 
     versions = _padded([sample.rollout.versions for sample in samples])
     assert rollout_logprobs is not None and versions is not None
     return TrainBatch(
-        input_ids=joined.input_ids,
-        attention_mask=joined.attention_mask,
+        tokens=joined.tokens,
         prompt_lengths=joined.prompt_lengths,
         response_mask=mask,
         loss_mask=mask & in_loss[:, None],
@@ -135,12 +135,11 @@ def token_rewards(
     return rewards + kl_penalty(sampling, reference, mask, settings.kl_coef, recipe.algorithm.kl_estimator)
 
 
-def empty_batch() -> TrainBatch:
+def empty_batch(packed: bool) -> TrainBatch:
     """One token that is in no loss: what a rank without samples runs, so that it takes part in the others' gathers."""
     one, nothing = torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 1)
     return TrainBatch(
-        input_ids=torch.zeros(1, 2, dtype=torch.int64),
-        attention_mask=torch.ones(1, 2, dtype=torch.int64),
+        tokens=lay_out([[0, 0]], packed),
         prompt_lengths=one[0],
         response_mask=one.bool(),
         loss_mask=~one.bool(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conveyor.config import UserError, sections
-from conveyor.data.packing import PackedBatch
+from conveyor.models.attention import PACKED, attention_arguments, can_pack, packs
+from conveyor.models.sequence_parallel import parallel_of
+from conveyor.types import Tokens
 
 CHUNK_LOGITS = 2**26
 """Logits held at a time, in fp32 256 MiB."""
@@ -95,6 +98,8 @@ def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> 
         raise UserError(f"model.path: {model.path}: cannot be loaded as a model: {str(error).strip().splitlines()[0]}") from error
     finally:
         logging.set_verbosity(verbosity)
+    if model.attention == "sdpa" and model.remove_padding and can_pack(type(loaded), loaded.config):
+        loaded.set_attn_implementation(PACKED)
     _remove_dropout(loaded)
     loaded.eval()
     if model.gradient_checkpointing:
@@ -112,31 +117,32 @@ def _remove_dropout(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-def positions(attention_mask: Tensor) -> Tensor:
-    """int64 [B, T]: places counted from the first real token, so that padding, left or right, changes nothing."""
-    return (attention_mask.cumsum(1) - 1).clamp(min=0)
+def read_states(
+    model: PreTrainedModel, tokens: Tokens, places: Tensor, read: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What `read` finds in the hidden states that the output layer reads; one pass of the backbone.
 
+    Args:
+        places: int64 [N], of `Tokens`: whose states are read.
+        read: of states [n, H] and their numbers [n] in `places`, some columns [n].
 
-def last_hidden(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Hidden states [B, T, H] that the output layer reads; one pass of the backbone."""
-    outputs = model.base_model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions(attention_mask), use_cache=False)
-    return outputs.last_hidden_state
-
-
-def states_before(hidden: Tensor, prompt_lengths: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, H] of the N places before the response tokens, and those places' rows [N] and columns [N].
-
-    The state before response token t of a row stands at column prompt_length − 1 + t.
+    Returns:
+        The columns, [N] each.
     """
-    rows, tokens = response_mask.nonzero(as_tuple=True)
-    columns = prompt_lengths[rows] - 1 + tokens
-    return hidden[rows, columns], torch.stack((rows, columns))
+    parallel = parallel_of(model)
+    shard, first = (tokens, 0) if parallel is None else parallel.cut(tokens)
+    of_row = attention_arguments(model, shard.lengths.tolist(), places.device, parallel) if tokens.packed and packs(model) else {}
+    outputs = model.base_model(input_ids=shard.input_ids, position_ids=shard.position_ids, use_cache=False, **of_row)
+    hidden = outputs.last_hidden_state.flatten(0, 1)
+    if parallel is None:
+        return read(hidden[places], torch.arange(len(places), device=places.device))
+    here = ((places >= first) & (places < first + len(hidden))).nonzero()[:, 0]
+    return tuple(parallel.gather(column, here, len(places)) for column in read(hidden[places[here] - first], here))
 
 
 def response_logprobs(
     model: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
+    tokens: Tokens,
     prompt_lengths: Tensor,
     response_mask: Tensor,
     temperature: float,
@@ -147,10 +153,8 @@ def response_logprobs(
 
     Only states before response tokens meet the output layer, `chunk` tokens at a time, and their logits are
     computed again in the backward pass: memory grows neither with prompt_length × V nor with tokens × V.
-    Padding is on the right.
 
     Args:
-        input_ids, attention_mask: int64 [B, T].
         prompt_lengths: int64 [B].
         response_mask: bool [B, S].
         entropy_grad: the entropy is to have a gradient.
@@ -158,21 +162,31 @@ def response_logprobs(
     Returns:
         float32 [B, S] twice, 0 where masked.
     """
-    hidden, places = states_before(last_hidden(model, input_ids, attention_mask), prompt_lengths, response_mask)
-    head = model.get_output_embeddings()
-    head = head if isinstance(head, TokenHead) else TokenHead.over(head)
-    ids = input_ids[places[0], places[1] + 1]
-    logprobs, entropy = head(hidden, ids, temperature, entropy_grad, chunk)
+    places = response_places(tokens, prompt_lengths, response_mask)
+    ids = tokens.input_ids.flatten()[places]
+    head = token_head(model)
+    logprobs, entropy = read_states(
+        model, tokens, places - 1, lambda hidden, which: head(hidden, ids[which], temperature, entropy_grad, chunk)
+    )  # fmt: skip
     return spread(logprobs, response_mask), spread(entropy, response_mask)
 
 
-def target_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """float32 [N]: log-probabilities of the N tokens in the loss, row by row. Only they meet the output layer."""
-    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
-    targets = batch.loss_mask[:, 1:]
-    head = model.get_output_embeddings()
-    (logprobs,) = head(hidden[:, :-1][targets], batch.input_ids[:, 1:][targets], entropy=False)
+def response_places(tokens: Tokens, prompt_lengths: Tensor, response_mask: Tensor) -> Tensor:
+    """int64 [N]: places of the tokens at the N True places of the mask [B, S], sample by sample."""
+    rows, columns = response_mask.nonzero(as_tuple=True)
+    return tokens.starts[rows] + prompt_lengths[rows] + columns
+
+
+def target_logprobs(model: PreTrainedModel, tokens: Tokens, places: Tensor) -> Tensor:
+    """float32 [N]: log-probabilities of the tokens at places [N]. Only the states before them meet the output layer."""
+    ids, head = tokens.input_ids.flatten()[places], token_head(model)
+    (logprobs,) = read_states(model, tokens, places - 1, lambda hidden, which: head(hidden, ids[which], entropy=False))
     return logprobs
+
+
+def token_head(model: PreTrainedModel) -> TokenHead:
+    head: Any = model.get_output_embeddings()
+    return head if isinstance(head, TokenHead) else TokenHead.over(head)
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from conveyor.config.sections import Steps
-from conveyor.data.packing import pack_samples
-from conveyor.data.samples import Sample
+from conveyor.data.packing import lay_out
 from conveyor.data.steps import step_ends
-from conveyor.models.scalar_model import packed_scores
+from conveyor.models.attention import packs
+from conveyor.models.scalar_model import scores_at
+from conveyor.types import Tokens
 
 AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {
     "min": torch.min,
@@ -38,8 +38,15 @@ def process_scores(
     for prompt, response in samples:
         steps = response[:-1] if len(response) > 1 and response[-1] == end else response
         places.append([len(prompt) + place for place in step_ends(steps, separator_ids)])
-    rows = [np.array([*prompt, *response], dtype=np.int32) for prompt, response in samples]
-    packed = pack_samples([Sample(ids, np.zeros(len(ids), dtype=np.bool_), "") for ids in rows])
-    right = packed_scores(model, packed, places).sigmoid()
+    tokens = lay_out([[*prompt, *response] for prompt, response in samples], packs(model))
+    right = step_scores(model, tokens, places).sigmoid()
     aggregate = AGGREGATES[settings.aggregate]
     return torch.stack([aggregate(of_sample) for of_sample in right.split([len(of_sample) for of_sample in places])])
+
+
+def step_scores(model: PreTrainedModel, tokens: Tokens, places: Sequence[Sequence[int]]) -> Tensor:
+    """float32 [K]: the scores at some places of each sample, sample by sample; a place counts from the sample's first token."""
+    where = next(model.parameters()).device
+    starts = tokens.starts.repeat_interleave(torch.tensor([len(of_sample) for of_sample in places]))
+    columns = torch.tensor([place for of_sample in places for place in of_sample])
+    return scores_at(model, tokens.to(where), (starts + columns).to(where))

@@ -5,15 +5,12 @@ Both are Hugging Face sequence classifiers with one label: a backbone and a line
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from conveyor.config import OnlineRecipe, UserError, sections
-from conveyor.data.packing import PackedSamples
-from conveyor.models.language_model import last_hidden, load_pretrained, spread, states_before
+from conveyor.models.language_model import load_pretrained, read_states, response_places, spread
+from conveyor.types import Tokens
 
 
 def load_scalar_model(model: sections.Model, new_head: bool = False) -> PreTrainedModel:
@@ -53,31 +50,21 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """float32 [B]: the score at each row's last real token. int64 [B, T] twice, padded left or right."""
-    hidden = last_hidden(model, input_ids, attention_mask)
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    last = (places * attention_mask).argmax(1)
-    return score_head(model)(hidden[torch.arange(len(last), device=last.device), last]).squeeze(-1).float()
+def sequence_scores(model: PreTrainedModel, tokens: Tokens) -> Tensor:
+    """float32 [B]: the score at each sample's last token."""
+    return scores_at(model, tokens, tokens.starts + tokens.lengths - 1)
 
 
-def packed_scores(model: PreTrainedModel, packed: PackedSamples, places: Sequence[Sequence[int]]) -> Tensor:
-    """float32 [K]: the scores at some places of each sample, sample by sample; a place counts from the sample's first token."""
-    where = next(model.parameters()).device
-    counts = torch.tensor([len(of_sample) for of_sample in places])
-    rows, starts = packed.rows.repeat_interleave(counts), packed.starts.repeat_interleave(counts)
-    columns = starts + torch.tensor([place for of_sample in places for place in of_sample])
-    batch = packed.batch.to(where)
-    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
-    return score_head(model)(hidden[rows.to(where), columns.to(where)]).squeeze(-1).float()
+def scores_at(model: PreTrainedModel, tokens: Tokens, places: Tensor) -> Tensor:
+    """float32 [N]: the scores at places [N] of `Tokens`."""
+    head = score_head(model)
+    (scores,) = read_states(model, tokens, places, lambda hidden, _: (head(hidden).squeeze(-1).float(),))
+    return scores
 
 
-def response_values(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor, response_mask: Tensor
-) -> Tensor:
+def response_values(model: PreTrainedModel, tokens: Tokens, prompt_lengths: Tensor, response_mask: Tensor) -> Tensor:
     """float32 [B, S]: the value of the state before each response token, 0 where masked.
 
-    Arguments as of `response_logprobs`: int64 [B, T] twice, int64 [B], bool [B, S]; padding is on the right.
+    Arguments as of `response_logprobs`: int64 [B], bool [B, S].
     """
-    hidden, _ = states_before(last_hidden(model, input_ids, attention_mask), prompt_lengths, response_mask)
-    return spread(score_head(model)(hidden).squeeze(-1).float(), response_mask)
+    return spread(scores_at(model, tokens, response_places(tokens, prompt_lengths, response_mask) - 1), response_mask)

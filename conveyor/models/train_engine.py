@@ -24,6 +24,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from conveyor.config import sections
 from conveyor.models.adapters import is_adapted, merged
@@ -68,7 +69,7 @@ class TrainEngine:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PreTrainedModel,
         train: sections.Train,
         *,
         learning_rate: float,

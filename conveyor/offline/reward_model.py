@@ -16,11 +16,13 @@ from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.algorithms.reward_losses import bradley_terry, step_losses
 from conveyor.config import OfflineRecipe
 from conveyor.config.offline import RewardModelRecipe
-from conveyor.data.packing import pack_samples
+from conveyor.data.packing import lay_out
 from conveyor.data.pairs import Pair, load_pairs
 from conveyor.data.samples import Sample
 from conveyor.data.steps import StepSample, load_steps
-from conveyor.models.scalar_model import load_scalar_model, packed_scores
+from conveyor.models.attention import packs
+from conveyor.models.process_scores import step_scores
+from conveyor.models.scalar_model import load_scalar_model, sequence_scores
 from conveyor.offline.task import Task
 
 
@@ -57,7 +59,8 @@ class RewardModelTask(ScalarTask):
         """float32 [2B]: scores of the chosen samples, then of the rejected ones, each at its last token."""
         pairs = [self.items[number] for number in numbers]
         samples = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-        return packed_scores(model, pack_samples(samples), [[len(sample.ids) - 1] for sample in samples])
+        tokens = lay_out([sample.ids for sample in samples], packs(model))
+        return sequence_scores(model, tokens.to(next(model.parameters()).device))
 
     def loss(self, outputs: Tensor, numbers: Sequence[int], context: Any) -> tuple[Tensor, Metrics]:
         assert isinstance(self.recipe, RewardModelRecipe)
@@ -99,7 +102,8 @@ class ProcessRewardModelTask(ScalarTask):
     def outputs(self, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
         """float32 [K]: the score at every step's end, item by item."""
         items = [self.items[number] for number in numbers]
-        return packed_scores(model, pack_samples([item.sample for item in items]), [item.ends.tolist() for item in items])
+        tokens = lay_out([item.sample.ids for item in items], packs(model))
+        return step_scores(model, tokens, [item.ends.tolist() for item in items])
 
     def loss(self, outputs: Tensor, numbers: Sequence[int], context: Any) -> tuple[Tensor, Metrics]:
         labels = torch.from_numpy(np.concatenate([self.items[number].labels for number in numbers])).to(outputs.device)

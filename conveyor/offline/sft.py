@@ -19,10 +19,10 @@ from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.config import OfflineRecipe
 from conveyor.config.offline import ConditionalSftRecipe
 from conveyor.data.conditional import Weighted, load_conditional
-from conveyor.data.packing import first_fit_decreasing, place_samples
+from conveyor.data.packing import first_fit_decreasing
 from conveyor.data.samples import Sample
 from conveyor.data.sft import load_sft
-from conveyor.models.language_model import target_logprobs
+from conveyor.models.sample_logprobs import completion_logprobs
 from conveyor.offline.task import Task
 
 
@@ -56,13 +56,9 @@ class SupervisedTask(Task):
 
     def outputs(self, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
         """float32 [N]: w·log p of the learnt tokens, row by row."""
-        rows = [self.items[number] for number in numbers]
-        flat = [weighted for row in rows for weighted in row]
-        numbered = iter(range(len(flat)))
-        packed = place_samples([weighted.sample for weighted in flat], [[next(numbered) for _ in row] for row in rows])
-        where = next(model.parameters()).device
-        weights = torch.tensor([weighted.weight for weighted in flat])[packed.owners]
-        return target_logprobs(model, packed.batch.to(where)) * weights.to(where)
+        flat = [weighted for number in numbers for weighted in self.items[number]]
+        logprobs, owners = completion_logprobs(model, [weighted.sample for weighted in flat])
+        return logprobs * torch.tensor([weighted.weight for weighted in flat], device=owners.device)[owners]
 
     def loss(self, outputs: Tensor, numbers: Sequence[int], context: Any) -> tuple[Tensor, Metrics]:
         total = -outputs.sum()

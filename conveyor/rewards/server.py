@@ -29,8 +29,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conveyor.config import UserError, sections
+from conveyor.data.packing import lay_out
 from conveyor.data.tokenizer import check_folder_or_hub_id, encode_prompt, encode_texts
-from conveyor.models.joining import pad_right
+from conveyor.models.attention import packs
 from conveyor.models.scalar_model import load_scalar_model, sequence_scores
 from conveyor.rewards.functions import MOST_NESTING, nests_deeper, text_of
 from conveyor.rewards.process import CallFailed, CallMiscounted, CallTimeout, FunctionProcess
@@ -241,8 +242,8 @@ class ModelScorer:
     @torch.inference_mode()
     def _score(self, batch: list[tuple[_Waiting, list[int]]]) -> None:
         try:
-            input_ids, attention_mask = pad_right([torch.tensor(ids) for _, ids in batch])
-            scores = sequence_scores(self._model, input_ids.to(self._device), attention_mask.to(self._device)).tolist()
+            tokens = lay_out([ids for _, ids in batch], packs(self._model))
+            scores = sequence_scores(self._model, tokens.to(self._device)).tolist()
         except Exception as error:  # out of memory, say: these samples fail (status 500), others may not
             log.exception("a batch of %d samples of up to %d tokens failed", len(batch), max(len(ids) for _, ids in batch))
             for one, _ in batch:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from conveyor.algorithms.metrics import Mean, Metrics
 from conveyor.config import OnlineRecipe
 from conveyor.data.mixture import Mixture
-from conveyor.data.packing import collate
 from conveyor.data.tokenizer import load_tokenizer
-from conveyor.models.language_model import target_logprobs
+from conveyor.models.sample_logprobs import completion_logprobs
 from conveyor.models.train_engine import TrainEngine
 
 
@@ -23,7 +22,7 @@ class Mixing:
         assert recipe.ptx is not None
         tokenizer = load_tokenizer(recipe.model)
         self._mixture, self._coef = Mixture.read(recipe, tokenizer), recipe.ptx.coef
-        self._rank, self._world_size, self._pad = rank, world_size, int(tokenizer.pad_token_id)
+        self._rank, self._world_size = rank, world_size
         self._at_once = max(1, recipe.pipeline.micro_batch_size // world_size)
 
     def add(self, engine: TrainEngine, denominator: int) -> Metrics:
@@ -38,8 +37,7 @@ class Mixing:
         starts = range(0, -(-len(rows) // self._world_size), self._at_once)
         for first in starts:
             share = rows[self._rank :: self._world_size][first : first + self._at_once]
-            batch = collate([(row,) for row in share or rows[:1]], self._pad).to(engine.device)
-            logprobs = engine.forward(target_logprobs, batch)
+            logprobs, _ = engine.forward(completion_logprobs, share or rows[:1])
             loss = -logprobs.sum()
             engine.backward(factor * loss if share else 0.0 * loss, last=first == starts[-1])
             if share:

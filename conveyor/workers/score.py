@@ -11,6 +11,7 @@ other. Rewards that are functions or urls have a worker of their own (`workers/r
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -24,8 +25,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from conveyor.config import OnlineRecipe, RunError, UserError, sections
+from conveyor.data.balance import micro_batches
+from conveyor.data.packing import lay_out
 from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
-from conveyor.models.joining import Joined, join, pad_right, per_sample
+from conveyor.models.attention import packs
+from conveyor.models.joining import join, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.process_scores import process_scores
 from conveyor.models.scalar_model import load_critic, load_scalar_model, response_values, sequence_scores
@@ -74,17 +78,15 @@ class ScoreWorker:
         """What `roles` say of a micro-batch of rollouts (or references to them), sample by sample."""
         start = time.time()
         samples = fetch_rollouts(rollouts)
-        batch = join(samples).to(self._device)
-        found = {role: self._run(role, batch, samples) for role in roles}
+        found = {role: self._in_pieces(role, samples) for role in roles}
         for name in found.keys() & self._rewards.keys():
-            if not found[name].isfinite().all():
+            if not all(math.isfinite(score) for score in found[name]):
                 raise RunError(f"rewards.{name}: the model {self._rewards[name].model} gave a score that is not finite")
-        tokens = {role: per_sample(values, batch) for role, values in found.items() if role not in self._rewards}
         partial = PartialScores(
-            rewards={role: tuple(scores.tolist()) for role, scores in found.items() if role in self._rewards},
-            reference_logprobs=tokens.get("reference"),
-            old_logprobs=tokens.get("policy_snapshot"),
-            values=tokens.get("critic_snapshot"),
+            rewards={role: scores for role, scores in found.items() if role in self._rewards},
+            reference_logprobs=found.get("reference"),
+            old_logprobs=found.get("policy_snapshot"),
+            values=found.get("critic_snapshot"),
         )
         return ScoreReport(Span(start, time.time())), partial
 
@@ -136,24 +138,27 @@ class ScoreWorker:
             self._separators[role] = separator, int(tokenizer.eos_token_id)
         return load_scalar_model(recipe.model.model_copy(update={"path": reward.model}), new_head=False)
 
-    def _run(self, role: str, batch: Joined, samples: Sequence[Rollout]) -> Tensor:
-        """[B] for a reward model, [B, S] for the others."""
+    def _in_pieces(self, role: str, samples: Sequence[Rollout]) -> tuple[Any, ...]:
+        """What a role says of each sample: a score of a reward model, else float32 [R]. A piece has as many tokens as the trainer's."""
+        lengths = [len(sample.prompt.token_ids) + len(sample.response_ids) for sample in samples]
+        found: dict[int, Any] = {}
+        for (numbers,) in micro_batches(lengths, 1, self._recipe.train.max_tokens_per_micro_batch):
+            found |= zip(numbers, self._run(role, [samples[number] for number in numbers]), strict=True)
+        return tuple(found[number] for number in range(len(samples)))
+
+    def _run(self, role: str, samples: Sequence[Rollout]) -> Iterable[Any]:
         model = self._models[role]
-        if role in ("reference", "policy_snapshot"):
-            logprobs, _ = response_logprobs(
-                model, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask, self._recipe.rollout.temperature
-            )
-            return logprobs
+        if role in self._rewards:
+            ids = [self._ids(role, sample) for sample in samples]
+            if (steps := self._rewards[role].steps) is not None:
+                return process_scores(model, ids, steps, *self._separators[role]).tolist()
+            tokens = lay_out([[*prompt, *response] for prompt, response in ids], packs(model))
+            return sequence_scores(model, tokens.to(self._device)).tolist()
+        batch = join(samples, packs(model)).to(self._device)
+        arguments = (model, batch.tokens, batch.prompt_lengths, batch.response_mask)
         if role == "critic_snapshot":
-            return response_values(model, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask)
-        steps = self._rewards[role].steps
-        if role not in self._tokenizers and steps is None:
-            return sequence_scores(model, batch.input_ids, batch.attention_mask)
-        ids = [self._ids(role, sample) for sample in samples]
-        if steps is not None:
-            return process_scores(model, ids, steps, *self._separators[role])
-        input_ids, attention_mask = pad_right([torch.tensor([*prompt, *response]) for prompt, response in ids])
-        return sequence_scores(model, input_ids.to(self._device), attention_mask.to(self._device))
+            return per_sample(response_values(*arguments), batch)
+        return per_sample(response_logprobs(*arguments, self._recipe.rollout.temperature)[0], batch)
 
     def _ids(self, role: str, sample: Rollout) -> tuple[list[int], list[int]]:
         """Prompt and response in the tokens of a reward model."""

@@ -4,7 +4,8 @@
                            │ reports                 ▲ context            once an update, with
                            └──────▶ driver ──────────┘                    its denominators
 
-Every rank of a group gets the same calls in the same order, and takes `samples[rank::world_size]` of each micro-batch.
+Every rank of a group gets the same calls in the same order, and takes a share of each micro-batch: about as many tokens as the others,
+in as many parts (`data/balance.py`). Neighbouring ranks that share rows of tokens (`train.sequence_parallel_size`) take the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,17 +25,19 @@ from torch import distributed as dist
 
 from conveyor.algorithms.advantages import moments, whiten
 from conveyor.algorithms.losses import value_loss
-from conveyor.algorithms.metrics import Mean, Metrics
+from conveyor.algorithms.metrics import Mean, Metrics, Moments, merge
 from conveyor.algorithms.objective import actor_losses, pair_losses, streaming_coefficients
 from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
+from conveyor.models.attention import packs
 from conveyor.models.batch import merge_scores
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_critic, response_values
+from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
 from conveyor.types import TrainBatch
 from conveyor.workers.mixing import Mixing
-from conveyor.workers.prepared import Prepared, by_token
+from conveyor.workers.prepared import Part, Prepared, Share, by_token
 from conveyor.workers.records import fetch, fetch_rollouts
 from conveyor.workers.reports import (
     Denominators,
@@ -80,7 +82,12 @@ class TrainWorker:
         total_updates: of the whole run, for the learning rate schedule.
         cores: core ids on CPU; None: GPU.
         """
-        self._recipe, self._rank, self._world_size, self._cores = recipe, rank, world_size, cores
+        self._recipe, self._rank, self._cores = recipe, rank, cores
+        of_row = recipe.train.sequence_parallel_size
+        self._place, self._places = rank // of_row, world_size // of_row
+        """Among those that have samples of their own."""
+        self._speaks = rank % of_row == 0
+        """Tells the driver of its samples: one rank of those that share them."""
         self._prepared: dict[MicroBatchKey, Prepared] = {}
         self._in_update: list[Prepared] = []
         """Trained since the last optimizer step."""
@@ -97,7 +104,7 @@ class TrainWorker:
         self._tokenizer = load_tokenizer(recipe.model)
         self._engines = {role: self._engine(role, total_updates) for role in roles}
         mixes = recipe.ptx is not None and "actor" in roles
-        self._mixing = Mixing(recipe, rank, world_size) if mixes else None
+        self._mixing = Mixing(recipe, self._place, self._places) if mixes else None
         self._warming = False
         """The update is one of those in which the critic is trained alone."""
 
@@ -107,8 +114,10 @@ class TrainWorker:
         if role == "actor":
             per_step = recipe.algorithm.update_epochs * (recipe.samples_per_step // recipe.samples_per_update)
             total_updates = max(1, total_updates - train.critic_warmup_steps * per_step)
+        model = load_language_model(section) if role == "actor" else load_critic(recipe)
+        parallelize(model, train.sequence_parallel_size)
         return TrainEngine(
-            load_language_model(section) if role == "actor" else load_critic(recipe),
+            model,
             train,
             learning_rate=train.learning_rate if role == "actor" else train.critic_learning_rate or train.learning_rate,
             total_updates=total_updates,
@@ -132,36 +141,46 @@ class TrainWorker:
         """
         start = time.time()
         everything = merge_scores(fetch_rollouts(rollouts), fetch(scores))
-        self._prepared[key] = prepared = Prepared.share_of(self._recipe, everything, settings, self._rank, self._world_size)
-        return PrepareReport(key, tuple(prepared.reports), Span(start, time.time()))
+        packed = all(packs(engine.model) for engine in self._engines.values())
+        self._prepared[key] = prepared = Prepared.share_of(self._recipe, everything, settings, Share(self._place, self._places, packed))
+        return PrepareReport(key, tuple(prepared.reports) if self._speaks else (), Span(start, time.time()))
 
     def forward_backward(self, key: MicroBatchKey, shared: UpdateContext, last: bool) -> TrainReport:
         """Add the micro-batch's gradient to the update's. `last`: no other micro-batch of this update follows."""
         start = time.time()
         prepared = self._prepared[key]
-        metrics: Metrics = {}
         self._warming = key.step < self._recipe.train.critic_warmup_steps
         if shared.scores is not None:
             prepared.rescore(shared.scores)
-        batch = _to(prepared.batch, next(iter(self._engines.values())).device)
-        advantages = self._critic_pass(batch, last, metrics) if self._recipe.uses_critic else prepared.advantages_of(batch, shared)
+        metrics: list[Metrics] = []
+        found: list[Moments] = []
+        for place, part in enumerate(prepared.parts, start=1):
+            measured, of_part = self._train_part(prepared, part, shared, last and place == len(prepared.parts))
+            if part.samples and self._speaks:  # the others have nothing to report
+                metrics.append(measured)
+                found += [of_part] if of_part is not None else []
+        self._in_update.append(prepared)
+        return TrainReport(merge(metrics), Span(start, time.time()), sum(found, Moments(0, 0, 0)) if found else None)
+
+    def _train_part(self, prepared: Prepared, part: Part, shared: UpdateContext, last: bool) -> tuple[Metrics, Moments | None]:
+        """One forward and backward of each model; the moments of advantages are those that `streaming_exact` needs."""
+        metrics: Metrics = {}
+        batch = part.batch.to(next(iter(self._engines.values())).device)
+        advantages = self._critic_pass(batch, last, metrics) if self._recipe.uses_critic else prepared.advantages_of(part, batch, shared)
         if shared.whiten is not None:
             advantages = whiten(advantages, batch.response_mask, *shared.whiten)
         if "actor" in self._engines and not self._warming:
-            self._actor_pass(prepared, batch, advantages, last and self._mixing is None, metrics)
-        prepared.note(advantages, batch.loss_mask)
-        self._in_update.append(prepared)
+            self._actor_pass(prepared, part, batch, advantages, last and self._mixing is None, metrics)
+        prepared.note(part, advantages, batch.loss_mask)
         streaming = self._recipe.algorithm.normalize == "streaming_exact"
-        found = moments(advantages, batch.loss_mask) if streaming else None
-        # A rank without samples has nothing to report.
-        return TrainReport(metrics if prepared.samples else {}, Span(start, time.time()), found)
+        return metrics, moments(advantages, batch.loss_mask) if streaming else None
 
     def _critic_pass(self, batch: TrainBatch, last: bool, metrics: Metrics) -> Tensor:
         """Advantages [B, S] by GAE; trains the critic if it lives here."""
         algorithm = self._recipe.algorithm
         values, engine = None, self._engines.get("critic")
         if engine is not None:
-            values = engine.forward(response_values, batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask)
+            values = engine.forward(response_values, batch.tokens, batch.prompt_lengths, batch.response_mask)
         old_values = batch.values if batch.values is not None or values is None else values.detach()
         advantages, returns = by_token(self._recipe.algorithm, batch, old_values)
         if engine is not None and values is not None:
@@ -171,10 +190,12 @@ class TrainWorker:
             metrics.update(found)
         return advantages
 
-    def _actor_pass(self, prepared: Prepared, batch: TrainBatch, advantages: Tensor, last: bool, metrics: Metrics) -> None:
-        """The policy gradient of a micro-batch. `advantages` of `best_worst` are the signs of pairs."""
+    def _actor_pass(
+        self, prepared: Prepared, part: Part, batch: TrainBatch, advantages: Tensor, last: bool, metrics: Metrics
+    ) -> None:  # fmt: skip
+        """The policy gradient of a part. `advantages` of `best_worst` are the signs of pairs."""
         algorithm, engine = self._recipe.algorithm, self._engines["actor"]
-        arguments = (batch.input_ids, batch.attention_mask, batch.prompt_lengths, batch.response_mask, self._recipe.rollout.temperature)
+        arguments = (batch.tokens, batch.prompt_lengths, batch.response_mask, self._recipe.rollout.temperature)
         settings = {"entropy_grad": algorithm.entropy_coef > 0}
         if algorithm.normalize == "streaming_exact":
             metrics.update(self._pass_apart(engine, arguments, settings, batch, advantages, prepared.settings.kl_coef))
@@ -182,7 +203,7 @@ class TrainWorker:
         logprobs, entropy = engine.forward(response_logprobs, *arguments, **settings)
         if algorithm.policy_loss == "dpo":
             signs = torch.where(batch.response_mask, advantages, 0.0).sum(1).sign()
-            losses = pair_losses(logprobs, entropy, batch, signs, prepared.groups.to(engine.device), algorithm)
+            losses = pair_losses(logprobs, entropy, batch, signs, part.groups.to(engine.device), algorithm)
         else:
             losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap, prepared.settings.kl_coef)
         engine.backward(losses.policy + losses.other, last=last)
@@ -270,7 +291,7 @@ class TrainWorker:
     def finish_step(self, step: int) -> list[SampleRow]:
         """Forget a step's micro-batches; returns the rows of this rank's samples, in prompt order."""
         keys = [key for key in self._prepared if key.step == step]
-        rows = [row for key in keys for row in self._prepared.pop(key).rows()]
+        rows = [row for key in keys for row in self._prepared.pop(key).rows() if self._speaks]
         return sorted(rows, key=lambda row: row.id)
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────
@@ -289,8 +310,3 @@ class TrainWorker:
         for role, place in {"actor": folder, "critic": critic_folder}.items():
             if role in self._engines and place is not None:
                 self._engines[role].save_pretrained(Path(place), self._tokenizer)
-
-
-def _to(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    moved = {f.name: value.to(device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)}
-    return replace(batch, **moved)

@@ -11,7 +11,7 @@ from conveyor.algorithms.metrics import Mean
 from conveyor.algorithms.objective import actor_losses, pair_losses, streaming_coefficients
 from conveyor.algorithms.policy_losses import policy_loss
 from conveyor.config import sections
-from conveyor.types import TrainBatch
+from conveyor.types import Tokens, TrainBatch
 from tests.algorithms.batches import AGGREGATIONS, KINDS, mask, random_batch
 
 
@@ -21,7 +21,7 @@ def train_batch(seed=3, samples=4):
     kept[0, :2] = True
     nothing = torch.zeros(samples, 1, dtype=torch.int64)
     batch = TrainBatch(
-        input_ids=nothing, attention_mask=nothing, prompt_lengths=nothing[:, 0], response_mask=kept, loss_mask=kept,
+        tokens=Tokens(nothing, nothing, nothing[:, 0], nothing[:, 0], packed=False), prompt_lengths=nothing[:, 0], response_mask=kept, loss_mask=kept,
         rollout_logprobs=rollout, token_rewards=torch.zeros_like(rollout), versions=kept.int(),
         reference_logprobs=reference, old_logprobs=old,
     )  # fmt: skip

@@ -1,20 +1,8 @@
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
 
-from conveyor.data.packing import collate, first_fit_decreasing, pack
-from conveyor.data.samples import Sample
-from tests.tiny import tiny_config
-
-
-def sample(length, seed=0):
-    rng = np.random.default_rng([seed, length])
-    mask = rng.random(length) < 0.6
-    mask[0], mask[-1] = False, True
-    return Sample(rng.integers(5, 264, length).astype(np.int32), mask, f"row {seed}")
+from conveyor.data.packing import first_fit_decreasing, lay_out
 
 
 def test_first_fit_decreasing_by_hand():
@@ -40,36 +28,18 @@ def test_an_item_larger_than_a_bin():
         first_fit_decreasing([3, 21], 20)
 
 
-def test_collate_by_hand():
-    one = Sample(np.array([7, 8, 9], np.int32), np.array([False, True, True]), "")
-    two = Sample(np.array([5, 6], np.int32), np.array([False, True]), "")
-    batch = collate([(one, two), (two,)], pad_token_id=0)
-    assert batch.input_ids.tolist() == [[7, 8, 9, 5, 6], [5, 6, 0, 0, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]]
-    assert batch.loss_mask.tolist() == [[False, True, True, False, True], [False, True, False, False, False]]
+def test_laid_out_by_hand():
+    packed, padded = lay_out([[7, 8, 9], [5, 6]], packed=True), lay_out([[7, 8, 9], [5, 6]], packed=False)
+    assert packed.input_ids.tolist() == [[7, 8, 9, 5, 6]] and packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert padded.input_ids.tolist() == [[7, 8, 9], [5, 6, 0]] and padded.position_ids.tolist() == [[0, 1, 2]] * 2
+    assert packed.starts.tolist() == [0, 3] and padded.starts.tolist() == [0, 3]
+    assert packed.lengths.tolist() == padded.lengths.tolist() == [3, 2]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_losses_of_packed_samples_equal_the_samples_apart(attention):
-    """Nothing is seen across a border: per-token losses agree within 1e-5."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_config(attn_implementation=attention)).eval()
-    samples = [sample(length, seed) for seed, length in enumerate([9, 5, 17, 2, 12, 3, 8])]
-    rows = pack(samples, 24)
-    assert len(rows) < len(samples)
-    batch = collate(rows, 0)
-    packed = token_losses(model, batch)
-    for row, losses in zip(rows, packed, strict=True):
-        start = 0
-        for one in row:
-            alone = token_losses(model, collate([(one,)], 0))[0]
-            torch.testing.assert_close(losses[start + 1 : start + len(one.ids)], alone[1:], atol=1e-5, rtol=0)
-            start += len(one.ids)
-
-
-@torch.no_grad()
-def token_losses(model, batch):
-    """[B, T]: −log p of each token given those before it; 0 for the first."""
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
-    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
-    return torch.nn.functional.pad(-logprobs, (1, 0))
+@given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=9), st.booleans())
+def test_every_sample_lies_where_it_is_said_to(samples, packed):
+    tokens = lay_out(samples, packed)
+    ids, positions = tokens.input_ids.flatten().tolist(), tokens.position_ids.flatten().tolist()
+    for sample, start, length in zip(samples, tokens.starts.tolist(), tokens.lengths.tolist(), strict=True):
+        assert ids[start : start + length] == sample and positions[start : start + length] == list(range(length))
+    assert len(ids) == (sum(map(len, samples)) if packed else len(samples) * max(map(len, samples)))

@@ -4,6 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conveyor.config import UserError
 from conveyor.config.sections import Model
+from conveyor.data.packing import lay_out
 from conveyor.models.language_model import TokenHead, load_language_model, response_logprobs
 from tests.tiny import save_tiny_policy, save_tiny_reward_model
 
@@ -18,31 +19,29 @@ def model(folder):
     return load_language_model(Model(path=str(folder)))
 
 
-def batch(prompts=(5, 2, 9), responses=(4, 7, 1), vocab=264):
-    """Right-padded ids [B, T], mask [B, T], prompt lengths [B], response mask [B, S]."""
+def batch(prompts=(5, 2, 9), responses=(4, 7, 1), vocab=264, packed=True):
+    """Tokens, prompt lengths [B], response mask [B, S]."""
     generator = torch.Generator().manual_seed(0)
-    prompt_lengths, lengths = torch.tensor(prompts), torch.tensor(responses)
-    total = prompt_lengths + lengths
-    mask = (torch.arange(int(total.max())) < total[:, None]).long()
-    ids = torch.randint(5, vocab, mask.shape, generator=generator) * mask
-    return ids, mask, prompt_lengths, torch.arange(int(lengths.max())) < lengths[:, None]
+    rows = [torch.randint(5, vocab, (sum(lengths),), generator=generator) for lengths in zip(prompts, responses, strict=True)]
+    return lay_out(rows, packed), torch.tensor(prompts), torch.arange(max(responses)) < torch.tensor(responses)[:, None]
 
 
-def full_logprobs(model, ids, mask, prompt_lengths, response_mask, temperature):
-    """The same by the textbook: all logits, one row at a time, no padding."""
+def full_logprobs(model, tokens, prompt_lengths, response_mask, temperature):
+    """The same by the textbook: all logits, one sample at a time."""
     logprobs, entropy = torch.zeros(response_mask.shape), torch.zeros(response_mask.shape)
-    for row in range(len(ids)):
-        own, start = ids[row, : mask[row].sum()], int(prompt_lengths[row])
+    for row, (first, length) in enumerate(zip(tokens.starts.tolist(), tokens.lengths.tolist(), strict=True)):
+        own, start = tokens.input_ids.flatten()[first : first + length], int(prompt_lengths[row])
         distribution = torch.distributions.Categorical(logits=model(own[None]).logits[0, start - 1 : -1].float() / temperature)
         logprobs[row, : len(own) - start] = distribution.log_prob(own[start:])
         entropy[row, : len(own) - start] = distribution.entropy()
     return logprobs, entropy
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("chunk", [None, 1, 5])
-def test_case_21_chunked_logprobs_equal_a_full_log_softmax(model, chunk):
+def test_case_21_chunked_logprobs_equal_a_full_log_softmax(model, chunk, packed):
     want, entropy = full_logprobs(model, *batch(), 0.7)
-    got, got_entropy = response_logprobs(model, *batch(), 0.7, chunk=chunk)
+    got, got_entropy = response_logprobs(model, *batch(packed=packed), 0.7, chunk=chunk)
     assert got.dtype == torch.float32 and not got_entropy.requires_grad
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     torch.testing.assert_close(got_entropy, entropy, atol=1e-5, rtol=0)

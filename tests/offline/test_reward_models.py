@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conveyor.config import UserError
-from conveyor.data.packing import pack_samples
-from conveyor.models.scalar_model import packed_scores
+from conveyor.data.packing import lay_out
+from conveyor.models.process_scores import step_scores
 from conveyor.offline import fit as fit_module
 from conveyor.offline.run import check_offline, read_task, run_offline
 from tests.offline.conftest import Prepare, Updates, same
@@ -79,8 +79,10 @@ def test_case_11_a_solution_alone_packed_or_padded_has_one_score_a_step(prepare:
     task, *_ = read_task(prepare("process_reward_model", SOLUTIONS))
     model = load(classifier)
     alone = np.concatenate([scores_of(model, item.sample)[item.ends] for item in task.items])
-    packed = packed_scores(model, pack_samples([item.sample for item in task.items]), [item.ends.tolist() for item in task.items])
-    np.testing.assert_allclose(packed.detach().numpy(), alone, atol=1e-5)
+    for packed in (True, False):
+        tokens = lay_out([item.sample.ids for item in task.items], packed)
+        together = step_scores(model, tokens, [item.ends.tolist() for item in task.items])
+        np.testing.assert_allclose(together.detach().numpy(), alone, atol=1e-5)
     for side in ("left", "right"):
         padded = np.concatenate([scores_of(model, item.sample, side)[item.ends] for item in task.items])
         np.testing.assert_allclose(padded, alone, atol=1e-5)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from conveyor.cli import main
 from conveyor.config.sections import Model, Reward
+from conveyor.data.packing import lay_out
 from conveyor.models.scalar_model import load_scalar_model, sequence_scores
 from conveyor.rewards import server
 from conveyor.rewards.client import UrlReward
@@ -63,8 +64,7 @@ def test_scores_are_those_of_the_score_stage(folder, scorer):
     expected = []
     for sample in samples:
         prompt, response = reencode(sample, tokenizer, True)
-        ids = torch.tensor([prompt + response])
-        expected.append(sequence_scores(model, ids, torch.ones_like(ids)).item())
+        expected.append(sequence_scores(model, lay_out([prompt + response], packed=True)).item())
     with Serving(create_app(scorer, LIMITS, None)) as serving:
         reward = UrlReward(Reward(name="r", url=serving.url))
         assert reward.score(samples).scores == pytest.approx(expected, abs=1e-5)
@@ -119,7 +119,7 @@ def test_a_bad_sample_spoils_no_other_request(scorer):
 
 
 def test_a_model_that_overflows_is_told(scorer, monkeypatch):
-    monkeypatch.setattr(server, "sequence_scores", lambda model, ids, mask: torch.full((len(ids),), float("nan")))
+    monkeypatch.setattr(server, "sequence_scores", lambda model, tokens: torch.full((len(tokens.lengths),), float("nan")))
     (response,) = post(create_app(scorer, LIMITS, None), {"prompts": ["p"], "completions": ["a"]})
     assert (response.status_code, response.json()["detail"]) == (422, "the model's score of a sample is nan")
 
