@@ -115,7 +115,15 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     _check_heads(recipe)
     _check_lengths(recipe)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
+    _check_rows_over_ranks(recipe)
     return functions
+
+
+def _check_rows_over_ranks(recipe: OnlineRecipe) -> None:
+    of_row, devices = recipe.train.sequence_parallel_size, planned_devices(recipe)
+    for group in dict.fromkeys(recipe.role_group(role) for role in (("actor", "critic") if recipe.uses_critic else ("actor",))):
+        if max(1, int(devices[group])) % of_row:
+            raise UserError(f"train.sequence_parallel_size: {of_row} does not divide the {devices[group]:g} devices of group {group}")
 
 
 def _check_columns(recipe: OnlineRecipe, functions: Functions, prompts: Sequence[Prompt], where: str = "") -> None:

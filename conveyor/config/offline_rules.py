@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from conveyor.config.loops import IterativeDpoRecipe, LoopRecipe, RejectionSamplingRecipe, RsoRecipe
-from conveyor.config.offline import Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe
+from conveyor.config.offline import Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe, RewardModelRecipe
 from conveyor.config.reward_rules import broken_reward_rules
+from conveyor.config.train_rules import broken_train_rules
 
 Broken = Iterator[tuple[str, str]]
 """(key, reason) of every rule that is broken."""
@@ -33,8 +34,9 @@ def broken_offline_rules(recipe: OfflineRecipe | LoopRecipe) -> list[tuple[str, 
 
 def _train(recipe: OfflineRecipe | LoopRecipe) -> Broken:
     train = recipe.train
-    if train.offload_optimizer and train.zero_stage == 0:
-        yield "train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"
+    longest = recipe.longest_sample if isinstance(recipe, LoopRecipe) else recipe.data.max_length
+    pairs = isinstance(recipe, DpoRecipe | RewardModelRecipe | RsoRecipe | IterativeDpoRecipe)
+    yield from broken_train_rules(recipe, longest, 2 if pairs else 1)
     for key in ("critic_learning_rate", "critic_warmup_steps"):
         if getattr(train, key):
             yield f"train.{key}", f"{recipe.method} has no critic"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from conveyor.config import sections
 from conveyor.config.recipe import GROUP_ESTIMATORS, RETURN_ESTIMATORS, OnlineRecipe
 from conveyor.config.reward_rules import broken_reward_rules
+from conveyor.config.train_rules import broken_train_rules
 
 Broken = Iterator[tuple[str, str]]
 """(key, reason) of every rule that is broken."""
@@ -40,8 +41,8 @@ def _method(recipe: OnlineRecipe) -> Broken:
         yield from ((key, f"{algorithm.advantage_estimator} has no critic; only gae does") for key, value in given.items() if value)
     elif recipe.train.steps is not None and recipe.train.critic_warmup_steps >= recipe.train.steps:
         yield "train.critic_warmup_steps", f"the actor would not be trained in any of the {recipe.train.steps} steps"
-    if recipe.train.offload_optimizer and recipe.train.zero_stage == 0:
-        yield "train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"
+    together = recipe.rollout.n_samples_per_prompt if algorithm.policy_loss == "dpo" else 1
+    yield from broken_train_rules(recipe, recipe.data.max_prompt_length + recipe.rollout.max_response_length, together)
     if recipe.train.micro_batch_size != sections.Train().micro_batch_size:
         yield "train.micro_batch_size", f"is of offline methods; of {recipe.method} it is pipeline.micro_batch_size"
     if recipe.data.eval_path is not None:

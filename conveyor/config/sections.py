@@ -188,6 +188,11 @@ class Train(Section):
     )
     sequence_parallel_size: PositiveInt = Field(1, description="neighbouring ranks that share each row of tokens (Ulysses)")
 
+    @property
+    def row_tokens(self) -> int | None:
+        """Most tokens of a row, which `sequence_parallel_size` ranks share."""
+        return None if self.max_tokens_per_micro_batch is None else self.max_tokens_per_micro_batch * self.sequence_parallel_size
+
     def stage(self, dtype: DType) -> int:
         """The ZeRO stage that is run: in bfloat16 without ZeRO DeepSpeed would sum gradients in bfloat16, so 0 is run as 1."""
         return max(self.zero_stage, 1) if dtype == "bfloat16" else self.zero_stage

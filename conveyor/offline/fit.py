@@ -1,8 +1,9 @@
 """The fit loop: one for every method that learns from a fixed dataset, on any number of ranks.
 
-An update takes the next `train_batch_size` items of the order and cuts them into micro-batches, which the ranks share: rank r has
-items r, r + ranks, … of each. Every rank knows the whole order, so the update's denominator needs no communication, and a
-rank left without an item of a micro-batch runs one of the others' with loss 0, as every rank must make the same calls.
+An update takes the next `train_batch_size` items of the order and cuts them into micro-batches, which the ranks share: each takes about
+as many tokens as the others. Every rank knows the whole order, so the update's denominator needs no communication, and a rank left
+without an item of a micro-batch runs another one with loss 0, as every rank must make the same calls. Neighbouring ranks that share
+rows of tokens (`train.sequence_parallel_size`) take the same items.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from conveyor.algorithms.metrics import Metrics, merge
-from conveyor.config import OfflineRecipe, UserError
+from conveyor.config import OfflineRecipe, UserError, sections
 from conveyor.config.offline import ReferencedRecipe
+from conveyor.data.balance import micro_batches
 from conveyor.data.order import EpochOrder
 from conveyor.models.adapters import add_adapter, write_adapter
 from conveyor.models.sample_logprobs import sample_logprobs
+from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
 from conveyor.offline.reference import reference_logprobs, shared_out
 from conveyor.offline.task import State, Task
@@ -57,11 +60,12 @@ def fit(
     held_out = held_out and _informed(held_out, [range(len(held_out.items))], folder, accelerator)
     torch.manual_seed(recipe.seed)
     model = task.load_model()
+    parallelize(model, recipe.train.sequence_parallel_size)
     if recipe.lora is not None:
         add_adapter(model, recipe.lora)
     engine = TrainEngine(model, recipe.train, learning_rate=recipe.train.learning_rate, total_updates=len(order),
                          dtype=recipe.model.dtype, accelerator=accelerator)  # fmt: skip
-    trainer = Trainer(engine, recipe.train.micro_batch_size)
+    trainer = Trainer(engine, recipe.train)
     if start:
         trainer.load(folder.checkpoints / f"step_{start}")
     for step in range(start, len(order)):
@@ -91,23 +95,25 @@ def _informed(task: Task, updates: Sequence[Sequence[int]], folder: RunFolder, a
 class Trainer:
     """An engine that makes updates of a task's items on this rank."""
 
-    def __init__(self, engine: TrainEngine, micro_batch_size: int) -> None:
-        self.engine, self.micro_batch_size = engine, micro_batch_size
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, engine: TrainEngine, train: sections.Train) -> None:
+        self.engine, self.train = engine, train
+        of_row = train.sequence_parallel_size
+        self.place, self.places = dist.get_rank() // of_row, dist.get_world_size() // of_row
+        """Among those that have items of their own."""
+        self.speaks = dist.get_rank() % of_row == 0
+        """Adds to what is measured: one rank of those that share items."""
         self.state: State = {}
 
     def update(self, task: Task, numbers: Sequence[int]) -> MetricsRow:
         """One optimizer step over the items of these numbers."""
         began = time.perf_counter()
-        metrics: list[Metrics] = []
         context, self.state = self._context(task, numbers)
-        batches = list(self._micro_batches(task, numbers))
-        for place, batch in enumerate(batches, start=1):
-            mine = batch[self.rank :: self.ranks]
-            loss, measured = self._loss(task, mine or batch[:1], context)
-            self.engine.backward(loss if mine else loss * 0.0, last=place == len(batches))
-            if mine:
-                metrics.append(measured)
+        metrics: list[Metrics] = []
+        shares = self._shares(task, numbers)
+        for place, mine in enumerate(shares, start=1):
+            loss, measured = self._loss(task, mine or numbers[:1], context)
+            self.engine.backward(loss if mine else loss * 0.0, last=place == len(shares))
+            metrics += [measured] if mine else []
         report = self.engine.step(task.denominator(numbers))
         merged = self._over_ranks(metrics)
         seconds = time.perf_counter() - began
@@ -121,16 +127,14 @@ class Trainer:
         metrics: list[Metrics] = []
         numbers = range(len(task.items))
         context, _ = self._context(task, numbers)
-        for batch in self._micro_batches(task, numbers):
-            mine = batch[self.rank :: self.ranks]
-            measured = self._loss(task, mine or batch[:1], context)[1]
-            if mine:
-                metrics.append(measured)
+        for mine in self._shares(task, numbers):
+            measured = self._loss(task, mine or numbers[:1], context)[1]
+            metrics += [measured] if mine else []
         return _values(self._over_ranks(metrics))
 
     def save(self, folder: Path) -> None:
         self.engine.save(folder)
-        if self.rank == 0:
+        if dist.get_rank() == 0:
             (folder / "task.json").write_text(json.dumps(self.state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
@@ -144,24 +148,31 @@ class Trainer:
     def _context(self, task: Task, numbers: Sequence[int]) -> tuple[Any, State]:
         """What the loss needs of the whole update: a pass without gradient over the samples that the task asks for."""
         samples = task.surveyed(numbers)
-        batch = max(1, self.micro_batch_size // self.ranks)
-        logprobs = shared_out(partial(self.engine.forward, sample_logprobs), samples, batch) if samples else torch.zeros(0)
+        batch = max(1, self.train.micro_batch_size // self.places)
+        compute = partial(self.engine.forward, sample_logprobs)
+        logprobs = shared_out(compute, samples, batch, self.train.sequence_parallel_size) if samples else torch.zeros(0)
         return task.context(numbers, logprobs, self.state)
 
     def _loss(self, task: Task, numbers: Sequence[int], context: Any) -> tuple[torch.Tensor, Metrics]:
         return task.loss(self.engine.forward(task.outputs, numbers), numbers, context)
 
-    def _micro_batches(self, task: Task, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Items of about one length side by side, so that little is padded."""
+    def _shares(self, task: Task, numbers: Sequence[int]) -> list[Sequence[int]]:
+        """This rank's items of each micro-batch; of about one length, so that little is padded where there is padding."""
         by_length = sorted(numbers, key=task.tokens, reverse=True)
-        for first in range(0, len(by_length), self.micro_batch_size):
-            yield by_length[first : first + self.micro_batch_size]
+        size = len(by_length) if self.train.max_tokens_per_micro_batch else self.train.micro_batch_size
+        shares: list[Sequence[int]] = []
+        for first in range(0, len(by_length), size):
+            batch = by_length[first : first + size]
+            cut = micro_batches([task.tokens(number) for number in batch], self.places, self.train.row_tokens)
+            shares += [[batch[item] for item in of_ranks[self.place]] for of_ranks in cut]
+        return shares
 
     def _over_ranks(self, metrics: list[Metrics]) -> Metrics:
-        parts: list[Metrics] = [merge(metrics)]
-        if self.ranks > 1:
-            parts = [{} for _ in range(self.ranks)]
-            dist.all_gather_object(parts, merge(metrics))
+        mine: Metrics = merge(metrics) if self.speaks else {}
+        parts = [mine]
+        if dist.get_world_size() > 1:
+            parts = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(parts, mine)
         return merge(parts)
 
 

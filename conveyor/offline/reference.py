@@ -71,19 +71,23 @@ def over_ranks(model: PreTrainedModel, samples: Sequence[Sample], batch: int) ->
     return shared_out(lambda some: sample_logprobs(model, some), samples, batch)
 
 
-def shared_out(compute: Any, samples: Sequence[Sample], batch: int) -> Tensor:
-    """float32 [M], on the CPU of every rank, of `compute(some samples) -> [m]`, which is called as often on every rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def shared_out(compute: Any, samples: Sequence[Sample], batch: int, of_row: int = 1) -> Tensor:
+    """float32 [M], on the CPU of every rank, of `compute(some samples) -> [m]`, which is called as often on every rank.
+
+    Args:
+        of_row: neighbouring ranks that compute the same samples together.
+    """
+    rank, ranks = dist.get_rank() // of_row, dist.get_world_size() // of_row
     order = sorted(range(len(samples)), key=lambda place: len(samples[place].ids), reverse=True)
     found = torch.zeros(len(samples))
     for first in range(0, len(order), batch * ranks):
         places = order[first : first + batch * ranks]
         mine = places[rank::ranks]
         values = compute([samples[place] for place in mine or places[:1]])
-        if mine:
+        if mine and dist.get_rank() % of_row == 0:
             found[torch.tensor(mine)] = values.detach().float().cpu()
-    if ranks > 1:
-        parts: list[Any] = [None] * ranks
+    if dist.get_world_size() > 1:
+        parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, found)
         found = torch.stack(parts).sum(0)  # every place is of one rank, 0 on the others
     return found

@@ -145,8 +145,10 @@ def check_devices(recipe: OfflineRecipe) -> None:
         raise UserError(f"devices: {recipe.method} has one device group, train; not {', '.join(recipe.devices) or 'none'}")
     if recipe.devices is not None and recipe.devices["train"] > 1 and recipe.devices["train"] % 1:
         raise UserError(f"devices.train: {recipe.devices['train']:g}: must be a whole number, or less than 1")
-    ranks, samples = _ranks(recipe), recipe.train.micro_batch_size
-    if ranks > samples:
+    ranks, samples, of_row = _ranks(recipe), recipe.train.micro_batch_size, recipe.train.sequence_parallel_size
+    if ranks % of_row:
+        raise UserError(f"train.sequence_parallel_size: {of_row} does not divide the {ranks} ranks")
+    if ranks // of_row > samples and recipe.train.max_tokens_per_micro_batch is None:
         raise UserError(f"train.micro_batch_size: {samples} samples over {ranks} ranks: some ranks would never have one; raise it")
 
 

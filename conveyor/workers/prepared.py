@@ -130,7 +130,7 @@ def _shared_out(recipe: OnlineRecipe, micro_batch: Sequence[Scored], share: Shar
         units.setdefault(name.group if recipe.algorithm.policy_loss == "dpo" else name, []).append(sample)
     whole = list(units.values())
     lengths = [sum(len(sample.rollout.prompt.token_ids) + len(sample.rollout.response_ids) for sample in unit) for unit in whole]
-    cut = micro_batches(lengths, share.ranks, recipe.train.max_tokens_per_micro_batch)
+    cut = micro_batches(lengths, share.ranks, recipe.train.row_tokens)
     return [[sample for number in shares[share.rank] for sample in whole[number]] for shares in cut]
 
 

@@ -242,7 +242,8 @@ class TrainWorker:
         if "actor" in engines and self._mixing is not None:
             # An update with nothing in the policy's loss still learns from the rows that are mixed in.
             counts["actor"] = max(1, counts["actor"])
-            metrics = self._mixing.add(engines["actor"], counts["actor"])
+            mixed = self._mixing.add(engines["actor"], counts["actor"])
+            metrics = mixed if self._speaks else {}
         if self._gradient_file is not None and not self._warming:
             self._write_gradient(self._gradient_file, counts)
         self._in_update.clear()

@@ -21,7 +21,8 @@ def train_batch(seed=3, samples=4):
     kept[0, :2] = True
     nothing = torch.zeros(samples, 1, dtype=torch.int64)
     batch = TrainBatch(
-        tokens=Tokens(nothing, nothing, nothing[:, 0], nothing[:, 0], packed=False), prompt_lengths=nothing[:, 0], response_mask=kept, loss_mask=kept,
+        tokens=Tokens(nothing, nothing, nothing[:, 0], nothing[:, 0], packed=False), prompt_lengths=nothing[:, 0],
+        response_mask=kept, loss_mask=kept,
         rollout_logprobs=rollout, token_rewards=torch.zeros_like(rollout), versions=kept.int(),
         reference_logprobs=reference, old_logprobs=old,
     )  # fmt: skip

@@ -29,6 +29,11 @@ OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
     (offline("sft", train={"offload_optimizer": True}), "train.offload_optimizer: needs train.zero_stage"),
     (offline("sft", train={"critic_learning_rate": 1e-5}), "train.critic_learning_rate: sft has no critic"),
     (loop("rso", train={"critic_warmup_steps": 2}), "train.critic_warmup_steps: rso has no critic"),
+    (
+        offline("dpo", train={"max_tokens_per_micro_batch": 2000}),
+        "train.max_tokens_per_micro_batch: what is computed together may have 2048",
+    ),
+    (offline("sft", train={"max_tokens_per_micro_batch": 1000}), "train.max_tokens_per_micro_batch: a sample may have 1024 tokens"),
     # pairs
     (dpo(loss="simpo", length_normalize=False), "dpo.length_normalize: simpo is defined on length-averaged log-probs"),
     (dpo(loss="hinge", label_smoothing=0.1), "dpo.label_smoothing: hinge knows no wrong labels; only sigmoid, robust"),

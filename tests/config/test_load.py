@@ -152,6 +152,16 @@ RULES: list[tuple[dict[str, Any], str]] = [
         base("grpo", algorithm={"importance_correction": "token_mask"}),
         "algorithm.importance_correction: has no effect without algorithm.importance_cap",
     ),
+    # the trainer
+    (base("grpo", train={"max_tokens_per_micro_batch": 700}), "train.max_tokens_per_micro_batch: a sample may have 768 tokens"),
+    (
+        base("online_dpo", train={"max_tokens_per_micro_batch": 768}, **DPO),
+        "train.max_tokens_per_micro_batch: what is computed together may have 1536 tokens",
+    ),
+    (
+        base("grpo", model={"path": "m", "remove_padding": False}, train={"sequence_parallel_size": 2}),
+        "train.sequence_parallel_size: rows that are cut over ranks need model.attention sdpa and model.remove_padding",
+    ),
     # rollout and sizes
     (base("grpo", rollout={"max_concurrent_requests": 7}), "rollout.max_concurrent_requests: a group of 8 samples does not fit"),
     (

@@ -34,6 +34,8 @@ LABELLED = [
 SOLUTIONS = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "labels": [1, 0]} for row in PAIRS]
 DPO: dict[str, Any] = {"method": "dpo", "dpo": {"beta": 0.4, "nll_coef": 0.5}}
 AOT: dict[str, Any] = {"method": "dpo", "dpo": {"loss": "aot", "beta": 0.4}}
+CUT: dict[str, Any] = {"train": {"sequence_parallel_size": 2}}
+BY_TOKENS: dict[str, Any] = {"train": {"max_tokens_per_micro_batch": 80}, "data": {"max_length": 40}}
 CASES: dict[str, tuple[list[dict], dict[str, Any], int]] = {
     "dpo": (PAIRS, DPO, 0),
     "dpo, ZeRO-1": (PAIRS, DPO, 1),
@@ -44,9 +46,14 @@ CASES: dict[str, tuple[list[dict], dict[str, Any], int]] = {
     "kto": (LABELLED, {"method": "kto", "kto": {"beta": 0.4}}, 0),
     "bco": (LABELLED, {"method": "bco", "bco": {"beta": 0.4}}, 0),
     "process_reward_model": (SOLUTIONS, {"method": "process_reward_model"}, 2),
+    "dpo by tokens": (PAIRS, DPO | BY_TOKENS, 1),
+    "dpo, rows cut over ranks": (PAIRS, DPO | CUT, 0),
+    "aot, rows cut over ranks": (EVEN[:5], AOT | CUT, 2),
+    "sft, rows cut over ranks": (LABELLED, {"method": "sft"} | CUT, 3),
+    "reward_model, rows cut over ranks": (PAIRS, {"method": "reward_model"} | CUT, 3),
 }
-"""Rows, settings and ZeRO stage. Five items in micro-batches of two leave rank 1 without one in the last."""
-REFERENCE_FREE_METHODS = ("process_reward_model",)
+"""Rows, settings and ZeRO stage. Five items in micro-batches of two leave rank 1 without one in the last. On one rank with padding."""
+REFERENCE_FREE_METHODS = ("process_reward_model", "sft", "reward_model")
 
 
 def prepared(name: str, folder: Path, ranks: int, policy: Path, reference: Path) -> OfflineRecipe:
@@ -54,10 +61,14 @@ def prepared(name: str, folder: Path, ranks: int, policy: Path, reference: Path)
     file = folder / f"{name}.jsonl"
     if ranks == 1:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(settings)
+    train, data = settings.pop("train", {}), settings.pop("data", {})
     recipe = parse_recipe(
         dict(
-            output_dir=str(folder / f"{name} on {ranks}"), model={"path": str(policy)}, data={"path": str(file), "shuffle": False},
-            train={"train_batch_size": 5, "micro_batch_size": 2, "epochs": 2, "learning_rate": 1e-3, "zero_stage": stage * (ranks > 1)},
+            output_dir=str(folder / f"{name} on {ranks}"), devices={"train": ranks}, model={"path": str(policy), "remove_padding": ranks > 1},
+            data={"path": str(file), "shuffle": False, "packing": False, **data},
+            train={"train_batch_size": 5, "micro_batch_size": 2, "epochs": 2, "learning_rate": 1e-3,
+                   **({"zero_stage": stage, **train} if ranks > 1 else {})},
             **settings, **({} if settings["method"] in REFERENCE_FREE_METHODS else {"reference": {"path": str(reference)}}),
         )
     )  # fmt: skip
@@ -109,10 +120,10 @@ class One(nn.Module):
 
 def case_1(micro_batch_size: int) -> tuple[float, float, float]:
     """(loss, gradient of the one weight, held-out loss) of token losses 1, 1, 1, 1 and 5."""
-    train = sections.Train(max_grad_norm=1e9)
+    train = sections.Train(max_grad_norm=1e9, micro_batch_size=micro_batch_size)
     engine = TrainEngine(One(), train, learning_rate=0.1, total_updates=1, dtype="float32", accelerator="cpu")
     task = Given(None, [[1.0, 1.0, 1.0, 1.0], [5.0]])  # type: ignore[arg-type]
-    trainer = Trainer(engine, micro_batch_size)
+    trainer = Trainer(engine, train)
     held_out = trainer.evaluate(task)["loss"]
     row = trainer.update(task, [0, 1])
     return row["loss"], row["grad_norm"], held_out
