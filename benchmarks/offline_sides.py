@@ -110,8 +110,8 @@ def serve(side: str, model: str, folder: str, pipe: Connection) -> None:
 class InOrder(Trainer):
     """Micro-batches of rows as they come, as trainers that do not sort have them."""
 
-    def _micro_batches(self, task: Task, numbers: Sequence[int]) -> Any:
-        return (numbers[first : first + self.micro_batch_size] for first in range(0, len(numbers), self.micro_batch_size))
+    def _shares(self, task: Task, numbers: Sequence[int]) -> list[Sequence[int]]:
+        return [numbers[first : first + MICRO_BATCH] for first in range(0, len(numbers), MICRO_BATCH)]
 
 
 def conveyor_turns(model: Path, folder: Path) -> tuple[Facts, dict[str, Turn]]:
@@ -119,8 +119,8 @@ def conveyor_turns(model: Path, folder: Path) -> tuple[Facts, dict[str, Turn]]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     samples = [Weighted(sample, 1.0) for sample in supervised_samples()]
-    plain = SupervisedTask.of(_recipe(model, folder, "sft", packing=False), samples)
-    packed = SupervisedTask.of(_recipe(model, folder, "sft", packing=True), samples)
+    plain = SupervisedTask.of(_recipe(model, folder, "sft", packed=False), samples)
+    packed = SupervisedTask.of(_recipe(model, folder, "sft", packed=True), samples)
     paired = DpoTask(_recipe(model, folder, "dpo"), pairs())
     referenced = paired.referenced([range(PAIRS)])
 
@@ -143,10 +143,10 @@ def conveyor_turns(model: Path, folder: Path) -> tuple[Facts, dict[str, Turn]]:
     }
 
 
-def _recipe(model: Path, folder: Path, method: str, **data: bool) -> OfflineRecipe:
+def _recipe(model: Path, folder: Path, method: str, packed: bool = True) -> OfflineRecipe:
     made = parse_recipe({
-        "method": method, "output_dir": str(folder / "conveyor"), "model": {"path": str(model)},
-        "data": {"path": str(folder / "none.jsonl"), "max_length": MAX_LENGTH, **data},
+        "method": method, "output_dir": str(folder / "conveyor"), "model": {"path": str(model), "remove_padding": packed},
+        "data": {"path": str(folder / "none.jsonl"), "max_length": MAX_LENGTH, "packing": packed},
         "train": {"micro_batch_size": MICRO_BATCH, "learning_rate": 1e-5, "lr_schedule": "constant", "warmup_ratio": 0.0},
     })  # fmt: skip
     assert isinstance(made, OfflineRecipe)
@@ -157,7 +157,7 @@ def _passes(kind: type[Trainer], task: Task, batch: int) -> Turn:
     train = task.recipe.train
     engine = TrainEngine(task.load_model(), train, learning_rate=train.learning_rate, total_updates=1000, dtype="float32",
                          accelerator="cpu")  # fmt: skip
-    trainer, rng = kind(engine, MICRO_BATCH), random.Random(SEED)
+    trainer, rng = kind(engine, train), random.Random(SEED)
 
     def turn() -> int:
         order = rng.sample(range(len(task.items)), len(task.items))

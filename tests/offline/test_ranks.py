@@ -65,7 +65,8 @@ def prepared(name: str, folder: Path, ranks: int, policy: Path, reference: Path)
     train, data = settings.pop("train", {}), settings.pop("data", {})
     recipe = parse_recipe(
         dict(
-            output_dir=str(folder / f"{name} on {ranks}"), devices={"train": ranks}, model={"path": str(policy), "remove_padding": ranks > 1},
+            output_dir=str(folder / f"{name} on {ranks}"), devices={"train": ranks},
+            model={"path": str(policy), "remove_padding": ranks > 1},
             data={"path": str(file), "shuffle": False, "packing": False, **data},
             train={"train_batch_size": 5, "micro_batch_size": 2, "epochs": 2, "learning_rate": 1e-3,
                    **({"zero_stage": stage, **train} if ranks > 1 else {})},
