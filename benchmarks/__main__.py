@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-NAMES = ("orchestration", "driver", "weight_sync", "overlap", "against_trl", "offline", "prediction")
+NAMES = ("orchestration", "driver", "weight_sync", "overlap", "against_trl", "offline", "packing", "prediction")
 
 
 def main(arguments: list[str]) -> int:
