@@ -85,7 +85,7 @@ class TrainEngine:
         self._ranks = dist.get_world_size()
         self._apart: ApartGradients | None = None
         self._stage = train.stage(dtype)
-        self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and not train.offload_optimizer
+        self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and train.offload_optimizer == "none"
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay, fused=True,
