@@ -27,6 +27,14 @@ Share = Annotated[Number, Field(ge=0, lt=1)]
 DType = Literal["float32", "bfloat16"]
 
 
+def _offload(value: Any) -> Any:
+    return {True: "cpu", False: "none"}[value] if isinstance(value, bool) else value
+
+
+Offload = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_offload)]
+"""Where what a device does not need just now is kept; true means cpu, false none."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
@@ -38,6 +46,17 @@ class Model(Section):
     chat_template: str | None = Field(None, description="path of a Jinja chat template; default: the tokenizer's own")
     gradient_checkpointing: Flag = Field(False, description="recompute activations in the backward pass")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="attention implementation")
+    fp32_head: Flag = Field(
+        False, description="logits of bfloat16 models as float32 products, in trainer, reference, snapshots and engine: closer log-probs"
+    )
+    rope_scaling: dict[str, Any] | None = Field(
+        None,
+        description="rotary positions beyond those the model was trained on, as transformers names them: {rope_type: yarn, factor: 4.0, …}; "
+        "laid over the model's own in trainer, reference, critic and engine",
+    )
+    liger: Flag | None = Field(
+        None, description="Liger's fused RMSNorm, RoPE and SwiGLU; default: on a GPU, where liger-kernel is installed and knows the model"
+    )
     remove_padding: Flag = Field(
         True,
         description="samples that are computed together stand in one row, each attending to itself only (attention sdpa or "
@@ -181,7 +200,11 @@ class Train(Section):
     adam_betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW β1, β2")
     max_grad_norm: PositiveFloat = Field(1.0, description="clip of the global gradient norm")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
-    offload_optimizer: Flag = Field(False, description="keep optimizer state in host memory (ZeRO ≥ 1)")
+    offload_optimizer: Offload = Field(
+        "none", description="where optimizer state is kept: cpu is host memory (ZeRO ≥ 1; true means it), nvme files in nvme_path (ZeRO 3)"
+    )
+    offload_parameters: Offload = Field("none", description="where weights are kept until a layer needs them, likewise (ZeRO 3)")
+    nvme_path: str | None = Field(None, description="folder on a local drive for what is offloaded to nvme")
     max_tokens_per_micro_batch: PositiveInt | None = Field(
         None,
         description="most tokens of one forward/backward on one device, shared out evenly over the ranks; larger micro-batches are cut",

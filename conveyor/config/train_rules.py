@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from conveyor.config import sections
 from conveyor.config.common import Common
 
 
@@ -15,10 +16,25 @@ def broken_train_rules(recipe: Common, sample: int, together: int = 1) -> Iterat
         together: samples that a loss needs at once: the sides of a pair.
     """
     train, model, longest = recipe.train, recipe.model, sample * together
-    if train.offload_optimizer and train.zero_stage == 0:
-        yield "train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"
+    yield from _offload(train)
     if train.row_tokens is not None and train.row_tokens < longest:
         what = "what is computed together" if together > 1 else "a sample"
         yield "train.max_tokens_per_micro_batch", f"{what} may have {longest} tokens, and is never cut"
     if train.sequence_parallel_size > 1 and (model.attention != "sdpa" or not model.remove_padding):
         yield "train.sequence_parallel_size", "rows that are cut over ranks need model.attention sdpa and model.remove_padding"
+
+
+def _offload(train: sections.Train) -> Iterator[tuple[str, str]]:
+    optimizer, parameters = train.offload_optimizer, train.offload_parameters
+    if optimizer == "cpu" and train.zero_stage == 0:
+        yield "train.offload_optimizer", "needs train.zero_stage 1, 2 or 3"
+    if optimizer == "nvme" and train.zero_stage < 3:
+        yield "train.offload_optimizer", "nvme needs train.zero_stage 3"
+    if parameters != "none" and train.zero_stage < 3:
+        yield "train.offload_parameters", "needs train.zero_stage 3, which partitions them"
+    if parameters != "none" and optimizer == "none":
+        yield "train.offload_parameters", "needs train.offload_optimizer cpu or nvme: weights are offloaded with their optimizer"
+    if "nvme" in (optimizer, parameters) and train.nvme_path is None:
+        yield "train.nvme_path", "name the folder on a local drive that nvme is to use"
+    if train.nvme_path is not None and "nvme" not in (optimizer, parameters):
+        yield "train.nvme_path", "nothing is offloaded to nvme"

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from conveyor.config import OnlineRecipe, UserError, sections
 from conveyor.models.language_model import load_pretrained, read_states, response_places, spread
+from conveyor.models.zero import whole
 from conveyor.types import Tokens
 
 
@@ -27,7 +28,9 @@ def load_scalar_model(model: sections.Model, new_head: bool = False) -> PreTrain
     loaded, info = load_pretrained(AutoModelForSequenceClassification, model, **labels, ignore_mismatched_sizes=new_head)
     missing = sorted(info["missing_keys"])
     if new_head:
-        nn.init.zeros_(score_head(loaded).weight)
+        head = score_head(loaded)
+        with whole(head.parameters(), write=True):
+            nn.init.zeros_(head.weight)
         missing = [name for name in missing if not name.startswith("score.")]
     if missing:
         raise UserError(

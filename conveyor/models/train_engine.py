@@ -12,11 +12,7 @@ has no samples runs a batch whose loss is 0 times its outputs.
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import math
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -29,6 +25,8 @@ from transformers import PreTrainedModel
 from conveyor.config import sections
 from conveyor.models.adapters import is_adapted, merged
 from conveyor.models.apart import ApartGradients, linear
+from conveyor.models.callee import Callee
+from conveyor.models.zero import full_size, offloading, quiet, start_deepspeed, whole
 from conveyor.run_folder import complete_or_absent
 from conveyor.workers.reports import StepReport
 
@@ -41,18 +39,6 @@ REDUCE_ELEMENTS = 50_000_000
 """Gradient elements that ZeRO reduces at a time (unless one tensor is larger)."""
 TAG = "state"
 """DeepSpeed's name for the one checkpoint in a folder."""
-
-
-class _Callee(nn.Module):
-    """The module DeepSpeed sees. It runs any function of the model, so that all computation
-    happens inside DeepSpeed's forward, where ZeRO-3 has its hooks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs) if function is None else function(self.model, *args, **kwargs)
 
 
 class TrainEngine:
@@ -77,7 +63,7 @@ class TrainEngine:
         dtype: sections.DType,
         accelerator: Literal["cpu", "cuda"],
     ) -> None:
-        deepspeed = _deepspeed(accelerator)
+        deepspeed = start_deepspeed(accelerator)
         self.model = module
         self.updates = 0
         """Updates done, skipped ones included: the place in the schedule."""
@@ -85,14 +71,14 @@ class TrainEngine:
         self._ranks = dist.get_world_size()
         self._apart: ApartGradients | None = None
         self._stage = train.stage(dtype)
-        self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and not train.offload_optimizer
+        self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and train.offload_optimizer == "none"
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay, fused=True,
         )  # fmt: skip
         config = _deepspeed_config(module, train, self._stage, dtype, accelerator)
-        with _quiet():
-            self._engine = deepspeed.initialize(model=_Callee(module), optimizer=self._optimizer, config=config)[0]
+        with quiet():
+            self._engine = deepspeed.initialize(model=Callee(module), optimizer=self._optimizer, config=config)[0]
         self._engine.set_gradient_accumulation_boundary(False)
 
     @property
@@ -198,20 +184,20 @@ class TrainEngine:
         """
         named = list(self.model.named_parameters())
         for bucket in _buckets(named, GATHER_BYTES):
-            with _gathered([parameter for _, parameter in bucket], self._stage):
+            with whole([parameter for _, parameter in bucket]):
                 for name, parameter in bucket:
                     yield name, parameter.detach().cpu()
 
     def save(self, folder: Path) -> None:
         """Weights, optimizer and place in the schedule; every rank writes its part."""
-        with _quiet():
+        with quiet():
             self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, client_state={"updates": self.updates})
 
     def load(self, folder: Path) -> None:
         """Go on from `save`, on as many ranks as it was saved from. Later updates equal those of a run that never stopped."""
         if not (folder / TAG).is_dir():
             raise ValueError(f"{folder}: no training checkpoint")
-        with _quiet():
+        with quiet():
             _, state = self._engine.load_checkpoint(str(folder), tag=TAG)
         self.updates = int(state["updates"])
 
@@ -256,35 +242,21 @@ def write_pretrained(model: Any, weights: dict[str, Tensor], folder: Path, token
     """A folder that `from_pretrained` loads, complete or absent, in the place of an older one."""
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # classifiers need it to score a batch
-    with complete_or_absent(folder) as aside, _quiet():
+    with complete_or_absent(folder) as aside, quiet():
         model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
         for name, text in (files or {}).items():
             (aside / name).write_text(text, encoding="utf-8")
 
 
-def _deepspeed(accelerator: str) -> Any:
-    if accelerator == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")  # a worker sees only its own device
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # Shared-memory collectives for CPU: compiling them takes minutes, and gloo is there already.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
 def _deepspeed_config(module: nn.Module, train: sections.Train, stage: int, dtype: str, accelerator: str) -> dict[str, Any]:
-    sizes = [parameter.numel() for parameter in module.parameters()]
+    sizes = [full_size(parameter) for parameter in module.parameters()]
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": accelerator == "cuda",
         "reduce_bucket_size": max(max(sizes), min(sum(sizes), REDUCE_ELEMENTS)),
     }
-    if train.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": accelerator == "cuda"}
+    zero |= offloading(accelerator, train.offload_optimizer, train.offload_parameters, train.nvme_path)
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -303,24 +275,10 @@ def _buckets(named: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in named:
-        # Under ZeRO-3 the parameter itself is empty; `ds_numel` is its real size.
-        nbytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        nbytes = full_size(parameter) * parameter.element_size()
         if bucket and size + nbytes > limit:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))
         size += nbytes
     yield bucket
-
-
-def _gathered(parameters: list[nn.Parameter], stage: int) -> contextlib.AbstractContextManager[Any]:
-    if stage < 3:
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)
-
-
-def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """DeepSpeed and transformers print progress that means nothing to a user."""
-    return contextlib.redirect_stdout(io.StringIO())

@@ -28,6 +28,7 @@ from conveyor.models.adapters import add_adapter, write_adapter
 from conveyor.models.sample_logprobs import sample_logprobs
 from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
+from conveyor.models.zero import loading
 from conveyor.offline.reference import reference_logprobs, shared_out
 from conveyor.offline.task import State, Task
 from conveyor.run_folder import RunFolder
@@ -59,7 +60,8 @@ def fit(
     task = _informed(task, updates, folder, accelerator)
     held_out = held_out and _informed(held_out, [range(len(held_out.items))], folder, accelerator)
     torch.manual_seed(recipe.seed)
-    model = task.load_model()
+    with loading(recipe.train, recipe.model.dtype, accelerator):
+        model = task.load_model()
     parallelize(model, recipe.train.sequence_parallel_size)
     if recipe.lora is not None:
         add_adapter(model, recipe.lora)

@@ -125,10 +125,10 @@ def _train_items(recipe: OnlineRecipe, shapes: Shapes, lengths: LengthFacts, rol
     stage, size = recipe.train.stage(recipe.model.dtype), BYTES[recipe.model.dtype]
     states = 12 if size == 2 else 8
     items = {
-        "trained weights": parameters * size / (ranks if stage == 3 else 1),
+        "trained weights": 0.0 if recipe.train.offload_parameters != "none" else parameters * size / (ranks if stage == 3 else 1),
         "gradients": parameters * 4 / (ranks if stage >= 2 else 1),
     }
-    if not recipe.train.offload_optimizer:
+    if recipe.train.offload_optimizer == "none":
         items["optimizer"] = parameters * states / (ranks if stage >= 1 else 1)
     if (apart := sum(apart_gradients(recipe, role) * shapes.of(role).parameters for role in roles)) > 0:
         items["gradients kept apart"] = apart * 4

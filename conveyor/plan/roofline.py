@@ -144,7 +144,7 @@ class RooflineCosts:
         stage, parameters, ranks = self.recipe.train.stage(self.recipe.model.dtype), self._parameters(group), self.devices[group.group]
         own = parameters / (ranks if stage >= 1 else 1)
         size = BYTES[self.recipe.model.dtype]
-        if self.recipe.train.offload_optimizer:
+        if self.recipe.train.offload_optimizer != "none":
             stepping = own * (30 / hardware.HOST_BANDWIDTH + (4 + size) / self.gpu.host_link)
         else:
             stepping = own * 30 / (self.gpu.bandwidth * hardware.BANDWIDTH_EFFICIENCY)

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import ray
 import torch
@@ -35,6 +35,7 @@ from conveyor.models.language_model import load_language_model, response_logprob
 from conveyor.models.scalar_model import load_critic, response_values
 from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
+from conveyor.models.zero import loading
 from conveyor.types import TrainBatch
 from conveyor.workers.mixing import Mixing
 from conveyor.workers.prepared import Part, Prepared, Share, by_token
@@ -114,7 +115,9 @@ class TrainWorker:
         if role == "actor":
             per_step = recipe.algorithm.update_epochs * (recipe.samples_per_step // recipe.samples_per_update)
             total_updates = max(1, total_updates - train.critic_warmup_steps * per_step)
-        model = load_language_model(section) if role == "actor" else load_critic(recipe)
+        accelerator: Literal["cpu", "cuda"] = "cuda" if self._cores is None else "cpu"
+        with loading(train, section.dtype, accelerator):
+            model = load_language_model(section) if role == "actor" else load_critic(recipe)
         parallelize(model, train.sequence_parallel_size)
         return TrainEngine(
             model,
@@ -122,7 +125,7 @@ class TrainWorker:
             learning_rate=train.learning_rate if role == "actor" else train.critic_learning_rate or train.learning_rate,
             total_updates=total_updates,
             dtype=section.dtype,
-            accelerator="cuda" if self._cores is None else "cpu",
+            accelerator=accelerator,
         )
 
     def ready(self) -> WorkerInfo:

@@ -27,6 +27,17 @@ def loop(method: str, **changes: Any) -> dict[str, Any]:
 OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
     # every method without a pipeline
     (offline("sft", train={"offload_optimizer": True}), "train.offload_optimizer: needs train.zero_stage"),
+    (offline("sft", train={"zero_stage": 2, "offload_optimizer": "nvme"}), "train.offload_optimizer: nvme needs train.zero_stage 3"),
+    (
+        offline("sft", train={"zero_stage": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
+        "train.offload_parameters: needs train.zero_stage 3, which partitions them",
+    ),
+    (
+        offline("sft", train={"zero_stage": 3, "offload_parameters": "cpu"}),
+        "train.offload_parameters: needs train.offload_optimizer cpu or nvme",
+    ),
+    (offline("sft", train={"zero_stage": 3, "offload_optimizer": "nvme"}), "train.nvme_path: name the folder on a local drive"),
+    (offline("sft", train={"nvme_path": "/scratch"}), "train.nvme_path: nothing is offloaded to nvme"),
     (offline("sft", train={"critic_learning_rate": 1e-5}), "train.critic_learning_rate: sft has no critic"),
     (loop("rso", train={"critic_warmup_steps": 2}), "train.critic_warmup_steps: rso has no critic"),
     (

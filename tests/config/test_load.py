@@ -79,6 +79,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"roles": {"judge": "score"}}, "roles.judge: no such role"),
     ({"rewards": [{"name": "actor", "model": "x"}]}, "rewards: actor is the name of a role"),
     ({"train": {"offload_optimizer": True}}, "train.offload_optimizer: needs train.zero_stage"),
+    ({"train": {"offload_optimizer": "disk"}}, "train.offload_optimizer: Input should be 'none', 'cpu' or 'nvme'"),
+    ({"train": {"zero_stage": 3, "offload_optimizer": "nvme"}}, "train.nvme_path: name the folder on a local drive"),
     ({"train": {"steps": True}}, "train.steps: Input should be a valid integer"),
     ({"train": {"steps": "3"}}, "train.steps: Input should be a valid integer"),
     ({"train": {"learning_rate": True}}, "train.learning_rate: Input should be a number"),

@@ -1,0 +1,114 @@
+"""DeepSpeed as the engines of this package start it, and models whose weights are partitioned by ZeRO-3.
+
+    with loading(train, dtype, accelerator):       # ZeRO-3: every rank keeps its part of each weight as it comes out of the files
+        model = load_language_model(section)
+    with whole([head.weight], write=True):          # one weight, in full, on every rank; what rank 0 writes into it stays
+        ...
+
+Without ZeRO-3 both do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from conveyor.config import sections
+
+BYTES_AT_A_TIME = 256 * 2**20
+"""Full weights that ZeRO-3 gathers at a time when they are overwritten."""
+
+
+def start_deepspeed(accelerator: str) -> Any:
+    """The package, for `cpu` or `cuda`, without what it says and builds of itself."""
+    if accelerator == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")  # a worker sees only its own device
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # Shared-memory collectives for CPU: compiling them takes minutes, and gloo is there already.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def offloading(accelerator: str, optimizer: str = "none", parameters: str = "none", nvme_path: str | None = None) -> dict[str, Any]:
+    """DeepSpeed's words for where optimizer state and parameters are kept: each `none`, `cpu` or `nvme`."""
+
+    def place(device: str) -> dict[str, Any]:
+        return {"device": device, "pin_memory": accelerator == "cuda"} | ({"nvme_path": nvme_path} if device == "nvme" else {})
+
+    of = {"offload_optimizer": optimizer, "offload_param": parameters}
+    return {key: place(device) for key, device in of.items() if device != "none"}
+
+
+@contextlib.contextmanager
+def loading(train: sections.Train, dtype: str, accelerator: str) -> Iterator[None]:
+    """Models that transformers loads meanwhile come partitioned over the ranks, if they are to be trained with ZeRO-3.
+
+    Files are mapped, and one module's weights at a time exist in full. `torch.distributed` is initialised; every rank loads
+    the same models in the same order.
+    """
+    placed = offloading(accelerator, parameters=train.offload_parameters, nvme_path=train.nvme_path)
+    with partitioning(dtype, accelerator, placed) if train.zero_stage == 3 else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def partitioning(dtype: str, accelerator: str, placed: dict[str, Any]) -> Iterator[None]:
+    """Models loaded meanwhile are partitioned. `placed`: as `offloading` gives it."""
+    start_deepspeed(accelerator)
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    # transformers asks this object, which it does not keep alive, whether and how to partition.
+    asked = HfDeepSpeedConfig(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "zero_optimization": {"stage": 3} | placed,
+        }
+    )
+    try:
+        with quiet():
+            yield
+    finally:
+        unset_hf_deepspeed_config()
+        del asked
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def full_size(parameter: nn.Parameter) -> int:
+    """Elements of the whole weight: under ZeRO-3 the parameter itself is empty."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def whole(parameters: Iterable[nn.Parameter], write: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """These weights in full, on every rank, for the time of the context. Every rank enters it.
+
+    Args:
+        write: they are changed, in the same way on every rank; the parts are cut from rank 0's.
+    """
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
+    if not partitioned:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if write else None)
+    return gathered
+
+
+def quiet() -> contextlib.AbstractContextManager[Any]:
+    """DeepSpeed and transformers print progress that means nothing to a user."""
+    return contextlib.redirect_stdout(io.StringIO())

@@ -1,0 +1,122 @@
+"""Models that are partitioned over two ranks from the moment they are loaded."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from conveyor.config import sections
+from conveyor.data.packing import lay_out
+from conveyor.models import zero
+from conveyor.models.inference_engine import InferenceEngine
+from conveyor.models.language_model import load_language_model, response_logprobs
+from conveyor.models.scalar_model import load_scalar_model, score_head, sequence_scores
+from conveyor.models.train_engine import TrainEngine
+from tests.models.ranks import spawn
+from tests.models.test_train_engine import meet
+from tests.tiny import save_tiny_policy, save_tiny_reward_model
+
+
+class Materialised:
+    """The most elements of weights that were whole at a time on this rank, counted at every weight that becomes so."""
+
+    def __init__(self, monkeypatch):
+        from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+
+        self.most, self._known = 0, {}
+        plain = Init._convert_to_deepspeed_param
+
+        def convert(init, param):
+            plain(init, param)
+            self._known[id(param)] = param
+
+        monkeypatch.setattr(Init, "_convert_to_deepspeed_param", convert)
+        self._whole = ZeroParamStatus.AVAILABLE
+        # Every gathering ends in an autograd-free copy: look whenever torch is asked for a collective.
+        for name in ("all_gather_into_tensor", "broadcast"):
+            self._watch(monkeypatch, name)
+
+    def _watch(self, monkeypatch, name):
+        plain = getattr(dist, name)
+
+        def watched(*args, **kwargs):
+            self.look()
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, watched)
+
+    def look(self):
+        known = self._known.values()
+        self.most = max(self.most, sum(p.ds_numel for p in known if p.ds_status == self._whole))
+
+
+def samples():
+    generator = torch.Generator().manual_seed(3)
+    tokens = lay_out([torch.randint(5, 264, (length,), generator=generator) for length in (9, 5, 12)], True)
+    return tokens, torch.tensor([4, 2, 7]), torch.arange(5) < torch.tensor([5, 3, 5])[:, None]
+
+
+def check_inference(rank, ranks, port, folder, dtype, offload):
+    meet(rank, ranks, port)
+    with pytest.MonkeyPatch.context() as patch:
+        found = Materialised(patch)
+        for name, tied in (("policy", False), ("tied", True)):
+            section = sections.Model(path=str(folder / name), dtype=dtype)
+            plain = load_language_model(section)
+            total = sum(p.numel() for p in plain.parameters())
+            found.most = 0
+            with zero.partitioning(dtype, "cpu", zero.offloading("cpu", parameters=offload)):
+                model = load_language_model(section)
+            assert all(zero.is_partitioned(p) and p.numel() == 0 for p in model.parameters())
+            assert sum(zero.full_size(p) for p in model.parameters()) == total
+            assert 0 < found.most < total / 2, (found.most, total)
+            engine = InferenceEngine(model, accelerator="cpu", offload_parameters=offload, bucket_bytes=70_000)
+            with torch.inference_mode():
+                want = response_logprobs(plain, *samples(), 1.0)
+                for _ in range(2):  # the second pass fetches ahead what the first has seen
+                    got = engine.forward(response_logprobs, *samples(), 1.0)
+                    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+            if tied:
+                assert "lm_head.weight" not in dict(engine.named_weights())
+            check_overwrite(engine, plain, want, tied)
+        check_scalar(folder, dtype, offload)
+
+
+def check_overwrite(engine, plain, before, tied):
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    engine.overwrite(plain.named_parameters())
+    got, want = engine.forward(response_logprobs, *samples(), 1.0), response_logprobs(plain, *samples(), 1.0)
+    assert torch.equal(got[0], want[0]) and not torch.equal(got[0], before[0])
+    installed = {name: weight.clone() for name, weight in engine.named_weights()}
+    assert installed.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(weight, installed[name]) for name, weight in plain.named_parameters())
+    with pytest.raises(RuntimeError, match=r"weights never came: model.layers.0"):
+        engine.overwrite([pair for pair in plain.named_parameters() if "layers.0" not in pair[0]])
+    with pytest.raises(RuntimeError, match="the model has no weight wte"):
+        engine.overwrite([("wte", torch.zeros(1))])
+
+
+def check_scalar(folder, dtype, offload):
+    tokens = samples()[0]
+    for name, new_head in (("reward", False), ("policy", True)):
+        section = sections.Model(path=str(folder / name), dtype=dtype)
+        plain = load_scalar_model(section, new_head)
+        with zero.partitioning(dtype, "cpu", zero.offloading("cpu", parameters=offload)):
+            model = load_scalar_model(section, new_head)
+        engine = InferenceEngine(model, accelerator="cpu", offload_parameters=offload)
+        scores = engine.forward(sequence_scores, tokens)
+        assert torch.equal(scores, sequence_scores(plain, tokens)), name
+        assert new_head == bool((scores == 0).all())
+        with zero.whole([score_head(model).weight]):
+            assert torch.equal(score_head(model).weight, score_head(plain).weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "offload"), [("float32", "none"), ("bfloat16", "cpu")])
+def test_models_cut_over_two_ranks_answer_bit_for_bit(tmp_path, dtype, offload):
+    save_tiny_policy(tmp_path / "policy", num_hidden_layers=4)
+    save_tiny_policy(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    save_tiny_reward_model(tmp_path / "reward")
+    spawn(check_inference, 2, tmp_path, dtype, offload)
