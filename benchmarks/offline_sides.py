@@ -20,6 +20,7 @@ from conveyor.config import OfflineRecipe, parse_recipe
 from conveyor.data.conditional import Weighted
 from conveyor.data.pairs import Pair
 from conveyor.data.samples import Sample
+from conveyor.models.answering import WholeModel
 from conveyor.models.train_engine import TrainEngine
 from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import Trainer
@@ -127,7 +128,7 @@ def conveyor_turns(model: Path, folder: Path) -> tuple[Facts, dict[str, Turn]]:
     def asked() -> torch.Tensor:
         return over_ranks(reference, referenced, 2 * MICRO_BATCH)
 
-    reference: Any = paired.load_model().requires_grad_(False)
+    reference = WholeModel(paired.load_model(), torch.device("cpu"))
     paired = paired.informed(asked(), [range(PAIRS)])
 
     def reference_pass() -> int:

@@ -63,6 +63,7 @@ class LoopRecipe(Common):
     rewards: tuple[sections.Reward, ...] = Field((), description="summed with their weights")
     roles: dict[str, str] = Field({}, description="role → device group; roles: rollout, names of reward models, score")
     rollout: sections.Rollout = sections.Rollout()
+    score: sections.Score = sections.Score()
     rounds: Rounds = Rounds()
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from conveyor.config.loops import IterativeDpoRecipe, LoopRecipe, RejectionSamplingRecipe, RsoRecipe
 from conveyor.config.offline import Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe, RewardModelRecipe
 from conveyor.config.reward_rules import broken_reward_rules
-from conveyor.config.train_rules import broken_train_rules
+from conveyor.config.train_rules import broken_score_rules, broken_train_rules
 
 Broken = Iterator[tuple[str, str]]
 """(key, reason) of every rule that is broken."""
@@ -90,6 +90,7 @@ def _loop(recipe: LoopRecipe) -> Broken:
     if not recipe.rewards:
         yield "rewards", f"{recipe.method} needs at least one"
     yield from broken_reward_rules(recipe.rewards)
+    yield from broken_score_rules(recipe.score)
     for reward in recipe.rewards:
         if reward.normalize != "none":
             yield f"rewards.{reward.name}.normalize", f"{recipe.method} compares the samples of one prompt; use none"

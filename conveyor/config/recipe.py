@@ -33,6 +33,7 @@ class OnlineRecipe(Common):
     )
     rollout: sections.Rollout = sections.Rollout()
     algorithm: sections.Algorithm = sections.Algorithm()
+    score: sections.Score = sections.Score()
     ptx: sections.Ptx | None = Field(None, description="a supervised loss mixed into every update (PPO-ptx)")
     pipeline: sections.Pipeline = sections.Pipeline()
     evaluate: sections.Evaluate | None = Field(None, description="held-out prompts, sampled and scored during training")
@@ -129,6 +130,10 @@ class OnlineRecipe(Common):
         if not self.uses_snapshots:
             return ()
         return ("policy_snapshot", "critic_snapshot") if self.uses_critic else ("policy_snapshot",)
+
+    def score_workers(self, slots: int) -> int:
+        """Workers of a score group of so many devices, as the scheduler counts them."""
+        return 1 if self.score.zero_stage == 3 else slots
 
     @property
     def beside_rollout(self) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class Model(Section):
     )
     rope_scaling: dict[str, Any] | None = Field(
         None,
-        description="rotary positions beyond those the model was trained on, as transformers names them: {rope_type: yarn, factor: 4.0, …}; "
+        description="rotary positions beyond those of the model's training, as transformers names them: {rope_type: yarn, factor: 4.0, …}; "
         "laid over the model's own in trainer, reference, critic and engine",
     )
     liger: Flag | None = Field(
@@ -219,6 +219,14 @@ class Train(Section):
     def stage(self, dtype: DType) -> int:
         """The ZeRO stage that is run: in bfloat16 without ZeRO DeepSpeed would sum gradients in bfloat16, so 0 is run as 1."""
         return max(self.zero_stage, 1) if dtype == "bfloat16" else self.zero_stage
+
+
+class Score(Section):
+    zero_stage: Literal[0, 3] = Field(
+        0, description="3: the devices of a score group hold one copy of each model together, in parts; 0: each device a copy"
+    )
+    offload_parameters: Offload = Field("none", description="where parts are kept until a layer needs them (zero_stage 3)")
+    nvme_path: str | None = Field(None, description="folder on a local drive for what is offloaded to nvme")
 
 
 class Pipeline(Section):

@@ -38,3 +38,11 @@ def _offload(train: sections.Train) -> Iterator[tuple[str, str]]:
         yield "train.nvme_path", "name the folder on a local drive that nvme is to use"
     if train.nvme_path is not None and "nvme" not in (optimizer, parameters):
         yield "train.nvme_path", "nothing is offloaded to nvme"
+
+
+def broken_score_rules(score: sections.Score) -> Iterator[tuple[str, str]]:
+    """(key, reason) for every rule that the section `score` breaks."""
+    if score.offload_parameters != "none" and score.zero_stage != 3:
+        yield "score.offload_parameters", "needs score.zero_stage 3, which cuts models into parts"
+    if (score.offload_parameters == "nvme") != (score.nvme_path is not None):
+        yield "score.nvme_path", "names the folder on a local drive that score.offload_parameters: nvme uses; give both or neither"

@@ -1,4 +1,4 @@
-"""A model that only answers, cut over the ranks of a group by ZeRO-3: for references, reward models and snapshots that no device holds whole.
+"""A model that only answers, cut over the ranks of a group by ZeRO-3: a reference, reward model or snapshot that no device holds whole.
 
     with partitioning(dtype, accelerator, placed):
         model = load_language_model(section)          # no rank ever has all of it
@@ -6,8 +6,8 @@
     logprobs, entropy = engine.forward(response_logprobs, tokens, …)
     engine.overwrite(named_tensors)                   # what a publication brings, a bucket at a time
 
-Layers are put together when they are about to be computed, and let go of after it. Every rank makes the same calls in the same order; one that
-has nothing to compute runs any sample.
+Layers are put together when they are about to be computed, and let go of after it. Every rank makes the same calls in the same order; one
+that has nothing to compute runs any sample.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -29,7 +29,7 @@ from conveyor.models.sample_logprobs import sample_logprobs
 from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
 from conveyor.models.zero import loading
-from conveyor.offline.reference import reference_logprobs, shared_out
+from conveyor.offline.reference import Accelerator, reference_logprobs, shared_out
 from conveyor.offline.task import State, Task
 from conveyor.run_folder import RunFolder
 from conveyor.workers.reports import StepReport
@@ -56,7 +56,7 @@ def fit(
     folder = RunFolder(recipe.output_dir)
     order = epoch_order(recipe, len(task.items))
     updates = [order.items(step) for step in range(len(order))]
-    accelerator: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator: Accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     task = _informed(task, updates, folder, accelerator)
     held_out = held_out and _informed(held_out, [range(len(held_out.items))], folder, accelerator)
     torch.manual_seed(recipe.seed)
@@ -82,7 +82,7 @@ def fit(
         write_adapter(model, recipe.lora, weights, recipe.model.path, folder.adapter)
 
 
-def _informed(task: Task, updates: Sequence[Sequence[int]], folder: RunFolder, accelerator: str) -> Task:
+def _informed(task: Task, updates: Sequence[Sequence[int]], folder: RunFolder, accelerator: Accelerator) -> Task:
     """The task that knows what its reference says."""
     recipe, model = task.recipe, task.reference_model
     if model is None:
@@ -90,7 +90,7 @@ def _informed(task: Task, updates: Sequence[Sequence[int]], folder: RunFolder, a
     assert isinstance(recipe, ReferencedRecipe)
     batch = max(1, 2 * recipe.train.micro_batch_size // dist.get_world_size())
     where = Path(recipe.reference_cache or folder.reference_logprobs)
-    values = reference_logprobs(model, task.referenced(updates), where, batch, torch.device(accelerator))
+    values = reference_logprobs(model, task.referenced(updates), where, batch, accelerator, recipe.train)
     return task.informed(values, updates)
 
 

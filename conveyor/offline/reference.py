@@ -11,35 +11,44 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch import distributed as dist
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from conveyor.config import sections
 from conveyor.data.samples import Sample
+from conveyor.models.answering import Answering, WholeModel
+from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.language_model import load_language_model
 from conveyor.models.sample_logprobs import sample_logprobs
+from conveyor.models.zero import loading
 
 log = logging.getLogger(__name__)
 
+Accelerator = Literal["cpu", "cuda"]
 
-def reference_logprobs(model: sections.Model, samples: Sequence[Sample], folder: Path, batch: int, device: torch.device) -> Tensor:
+
+def reference_logprobs(
+    model: sections.Model, samples: Sequence[Sample], folder: Path, batch: int, accelerator: Accelerator, train: sections.Train
+) -> Tensor:
     """float32 [M]: of each sample's masked tokens, from the folder if they are there, else computed on all ranks and written there.
 
     Args:
         batch: samples in one pass of a rank.
+        train: with ZeRO-3 the ranks hold one copy of the reference together.
     """
     digest = _digest(model, samples)
     file = folder / f"{digest}.safetensors"
     kept = _kept(file, len(samples))
     if not _everywhere(kept is not None):
-        values = over_ranks(_load(model, device), samples, batch)
+        values = over_ranks(_load(model, accelerator, train), samples, batch)
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             aside = file.with_name(f".{file.name}.{os.getpid()}.partial")  # other runs may be writing the same
@@ -65,10 +74,9 @@ def _kept(file: Path, size: int) -> Tensor | None:
     return None
 
 
-@torch.no_grad()
-def over_ranks(model: PreTrainedModel, samples: Sequence[Sample], batch: int) -> Tensor:
-    """float32 [M]: log-probs of the samples, on the CPU of every rank; each rank computes a share. `model` is whole on each."""
-    return shared_out(lambda some: sample_logprobs(model, some), samples, batch)
+def over_ranks(model: Answering, samples: Sequence[Sample], batch: int) -> Tensor:
+    """float32 [M]: log-probs of the samples, on the CPU of every rank; each rank computes a share."""
+    return shared_out(partial(model.forward, sample_logprobs), samples, batch)
 
 
 def shared_out(compute: Any, samples: Sequence[Sample], batch: int, of_row: int = 1) -> Tensor:
@@ -101,10 +109,13 @@ def _everywhere(there: bool) -> bool:
     return all(parts)
 
 
-def _load(model: sections.Model, device: torch.device) -> PreTrainedModel:
+def _load(model: sections.Model, accelerator: Accelerator, train: sections.Train) -> Answering:
     plain = model.model_copy(update={"gradient_checkpointing": False})
-    loaded: Any = load_language_model(plain)
-    return loaded.to(device).requires_grad_(False).eval()
+    with loading(train, model.dtype, accelerator):
+        loaded = load_language_model(plain)
+    if train.zero_stage < 3:
+        return WholeModel(loaded, torch.device(accelerator))
+    return InferenceEngine(loaded, accelerator=accelerator, offload_parameters=train.offload_parameters, nvme_path=train.nvme_path)
 
 
 def _digest(model: sections.Model, samples: Sequence[Sample]) -> str:

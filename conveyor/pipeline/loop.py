@@ -28,6 +28,7 @@ from conveyor.report.trace import write_trace
 from conveyor.run_folder import RunFolder, read_control, read_untrained
 from conveyor.workers.placement import Placement
 from conveyor.workers.start import Workers, start_workers
+from conveyor.workers.team import members
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,8 @@ def groups_of_steps(recipe: OnlineRecipe, order: PromptOrder) -> list[int]:
 def _load_references(workers: Workers, plan: RunPlan, step: int, folder: Path) -> None:
     """References that had been refreshed when the checkpoint was written (`Executor._save_reference`)."""
     refreshed = [part for part in plan.parts if part.refresh is not None and step % part.refresh and step > part.refresh]
-    ray.get([worker.load_weights.remote("reference", str(folder)) for part in refreshed for worker in workers.scorers[part.group]])
+    every = [member for part in refreshed for worker in workers.scorers[part.group] for member in members(worker)]
+    ray.get([member.load_weights.remote("reference", str(folder)) for member in every])
 
 
 def _total_updates(plan: RunPlan) -> int:

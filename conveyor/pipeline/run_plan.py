@@ -128,7 +128,7 @@ def run_plan(
         engine_slots=recipe.rollout.max_concurrent_requests,
         rollout_group=recipe.role_group("rollout"),
         parts=parts,
-        part_workers=tuple(slots[part.group] for part in parts),
+        part_workers=tuple(recipe.score_workers(slots[part.group]) for part in parts),
         train_groups=trained,
         overlap=recipe.pipeline.overlap,
         max_staleness=recipe.pipeline.max_staleness,

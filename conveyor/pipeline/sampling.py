@@ -37,6 +37,7 @@ from conveyor.workers.records import RolloutRef, fetch
 from conveyor.workers.replay import ReplayWorker
 from conveyor.workers.reports import EvaluationAborted, Judged, SampleDone
 from conveyor.workers.start import start_workers
+from conveyor.workers.team import members
 from conveyor.workers.weight_sync import publish
 
 VERSION = 0
@@ -158,7 +159,7 @@ class Sampler:
     def close(self) -> None:
         """Ends the workers that were started here, so that others can have their devices."""
         self._record.close()
-        workers = [worker for of_group in self._workers.scorers.values() for worker in of_group]
+        workers = [member for of_group in self._workers.scorers.values() for worker in of_group for member in members(worker)]
         workers += [] if self._given else self._workers.engines
         workers += [self._workers.rewarder] if self._workers.rewarder is not None else []
         for worker in workers:

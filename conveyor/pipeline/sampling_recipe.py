@@ -14,7 +14,7 @@ from conveyor.data.conditions import FILE, read_template
 from conveyor.data.tokenizer import check_folder_or_hub_id
 from conveyor.run_folder import RunFolder
 
-KEPT = ("seed", "data", "rollout", "evaluate", "rewards", "devices", "roles", "ray", "telemetry")
+KEPT = ("seed", "data", "rollout", "score", "evaluate", "rewards", "devices", "roles", "ray", "telemetry")
 """Sections of a recipe that say how to sample and score, beside `model`."""
 MICRO_BATCH = "pipeline.micro_batch_size"
 """And this key: samples that a reward model scores at once."""

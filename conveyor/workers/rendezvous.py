@@ -1,8 +1,9 @@
-"""Where the ranks of a train group meet. Beside nothing that loads models: the process that looks for a port starts in a second."""
+"""Where ranks meet that work as one. Beside nothing that loads models: the process that looks for a port starts in a second."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
 
 ALONE = ("127.0.0.1", 0)
 """A rank without others listens on any free port of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A rank's place among those that meet at an address and port; rank 0 listens there."""
+
+    rank: int
+    ranks: int
+    address: str
+    port: int
 
 
 class _Door:
@@ -24,7 +35,7 @@ class _Door:
 
 
 def rendezvous(placement: Placement, group: str) -> tuple[str, int]:
-    """(address, port) where rank 0 of a train group shall listen."""
+    """(address, port) where rank 0 of a group shall listen."""
     if placement.slots(group) == 1:
         return ALONE
     door = placement.actor(_Door, group, 0, share=0.0)

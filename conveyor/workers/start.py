@@ -14,10 +14,11 @@ from conveyor.config import OnlineRecipe, RunError
 from conveyor.run_folder import RunFolder
 from conveyor.workers.clocks import Clocks, clock_offset
 from conveyor.workers.placement import Placement
-from conveyor.workers.rendezvous import rendezvous
+from conveyor.workers.rendezvous import Membership, rendezvous
 from conveyor.workers.reward import RewardWorker
 from conveyor.workers.rollout import RolloutWorker
 from conveyor.workers.score import ScoreWorker
+from conveyor.workers.team import Team
 from conveyor.workers.train import TrainWorker
 
 
@@ -27,7 +28,7 @@ class Workers:
 
     engines: list[Any]
     scorers: dict[str, list[Any]]
-    """Device group → one worker a slot, holding all score roles of the group."""
+    """Device group → one worker a slot, holding all score roles of the group; or one team of all slots."""
     trainers: list[list[Any]]
     """Ranks of each train group, in the order of the plan."""
     rewarder: Any = None
@@ -100,10 +101,15 @@ def start_workers(
         start(RolloutWorker, rollout_group, i, model=recipe.model, rollout=recipe.rollout, seed=recipe.seed, max_model_len=limit)
         for i in range(placement.slots(rollout_group))
     ]
-    scorers = {
-        group: [start(ScoreWorker, group, i, recipe=recipe, roles=roles) for i in range(placement.slots(group))]
-        for group, roles in scored.items()
-    }
+    scorers = {}
+    for group, roles in scored.items():
+        size = placement.slots(group)
+        teams: list[Membership | None] = [None] * size
+        if recipe.score.zero_stage == 3:
+            address, port = rendezvous(placement, group)
+            teams = [Membership(rank, size, address, port) for rank in range(size)]
+        alone = [start(ScoreWorker, group, i, recipe=recipe, roles=roles, team=team) for i, team in enumerate(teams)]
+        scorers[group] = [Team(alone)] if recipe.score.zero_stage == 3 else alone
     trainers = []
     for group, roles in trained:
         address, port = rendezvous(placement, group)

@@ -164,6 +164,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
         base("grpo", model={"path": "m", "remove_padding": False}, train={"sequence_parallel_size": 2}),
         "train.sequence_parallel_size: rows that are cut over ranks need model.attention sdpa and model.remove_padding",
     ),
+    (base("grpo", score={"offload_parameters": "cpu"}), "score.offload_parameters: needs score.zero_stage 3"),
+    (base("grpo", score={"zero_stage": 3, "nvme_path": "/disk"}), "score.nvme_path: names the folder on a local drive"),
     # rollout and sizes
     (base("grpo", rollout={"max_concurrent_requests": 7}), "rollout.max_concurrent_requests: a group of 8 samples does not fit"),
     (

@@ -10,7 +10,6 @@ from conveyor.models import zero
 from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_scalar_model, score_head, sequence_scores
-from conveyor.models.train_engine import TrainEngine
 from tests.models.ranks import spawn
 from tests.models.test_train_engine import meet
 from tests.tiny import save_tiny_policy, save_tiny_reward_model

@@ -101,7 +101,7 @@ def ask(model: Path | sections.Model, samples: list[Sample], folder: Path) -> to
     one_rank()
     if isinstance(model, Path):
         model = sections.Model(path=str(model))
-    return reference_logprobs(model, samples, folder, 2, torch.device("cpu"))
+    return reference_logprobs(model, samples, folder, 2, "cpu", sections.Train())
 
 
 def test_its_values_are_the_samples_log_probs(reference: Path, tmp_path: Path) -> None:

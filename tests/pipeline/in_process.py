@@ -20,6 +20,7 @@ import torch
 
 from conveyor.config import OnlineRecipe
 from conveyor.data.prompts import PromptOrder
+from conveyor.models.answering import WholeModel
 from conveyor.models.language_model import load_language_model
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.loop import groups_of_steps
@@ -33,7 +34,7 @@ from conveyor.types import Prompt, Rollout
 from conveyor.workers.records import fetch_rollouts
 from conveyor.workers.reports import InstallReport, Judged, Publication, SampleDone, Span
 from conveyor.workers.rollout import sample_seed
-from conveyor.workers.score import ScoreWorker, _overwrite
+from conveyor.workers.score import ScoreWorker
 from conveyor.workers.start import Workers
 from conveyor.workers.train import TrainWorker
 from conveyor.workers.weight_sync import read
@@ -102,7 +103,7 @@ class TorchEngine:
 
     def install(self, publication: Publication) -> InstallReport:
         now = time.time()
-        _overwrite(self._model, read(publication, get=lambda bucket: bucket))
+        WholeModel(self._model, torch.device("cpu")).overwrite(read(publication, get=lambda bucket: bucket))
         self._version = publication.version
         return InstallReport(publication.version, publication.nbytes, Span(now, time.time()))
 
