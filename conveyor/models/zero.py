@@ -74,6 +74,8 @@ def partitioning(dtype: str, accelerator: str, placed: dict[str, Any]) -> Iterat
         {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": dtype == "bfloat16"},
+            # All buffers: DeepSpeed would round rotary frequencies to bfloat16, which turns far tokens by whole radians.
+            "data_types": {"keep_in_fp32_modules": ["*"]},
             "zero_optimization": {"stage": 3} | placed,
         }
     )
