@@ -14,11 +14,15 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
 from conveyor.config import OnlineRecipe, UserError, sections
+from conveyor.config.common import Common
 from conveyor.data.completions import Completed, load_completions
 from conveyor.data.mixture import Mixture
 from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.episodes.functions import load_rollout_function
+from conveyor.models.liger import check_liger
+from conveyor.models.rope import longest_positions
+from conveyor.models.zero import check_nvme
 from conveyor.rewards.functions import GIVEN, check_columns, load_function
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt
@@ -40,6 +44,7 @@ def check_online(recipe: OnlineRecipe) -> PromptOrder:
         UserError: the first thing that is wrong.
     """
     functions = _check_settings(recipe)
+    check_offload(recipe)
     tokenizer = load_tokenizer(recipe.model)
     prompts = load_prompts(recipe.data, tokenizer)
     _check_columns(recipe, functions, prompts)
@@ -215,7 +220,7 @@ def read_model_config(key: str, path: str) -> Any:
 def _check_lengths(recipe: OnlineRecipe) -> None:
     asked = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     for key, model in _models(recipe).items():
-        limit = getattr(read_model_config(key, model.path), "max_position_embeddings", None)
+        limit = longest_positions(read_model_config(key, model.path), model.rope_scaling)
         if limit is not None and asked > limit:
             raise UserError(
                 f"rollout.max_response_length: {recipe.rollout.max_response_length}, with data.max_prompt_length "
@@ -227,6 +232,14 @@ def _check_attention(recipe: OnlineRecipe) -> None:
     for key, model in {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}.items():
         if model is not None and model.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise UserError(f"{key}.attention: flash_attention_2 needs the package flash-attn and a GPU; use sdpa")
+        if model is not None:
+            check_liger(model.liger)
+
+
+def check_offload(recipe: Common) -> None:
+    """What is to be offloaded can be, if it is this machine that trains; machines of a cluster tell when they load their models."""
+    if not (recipe.ray.address or os.environ.get("RAY_ADDRESS")):
+        check_nvme(recipe.train)
 
 
 def planned_devices(recipe: OnlineRecipe) -> dict[str, float]:

@@ -14,14 +14,7 @@ from conveyor.config.offline_rules import broken_offline_rules
 from conveyor.config.presets import DEFAULTS
 from conveyor.config.recipe import CLASS_OF, METHODS, OnlineRecipe, Recipe
 from conveyor.config.rules import broken_rules
-
-
-class UserError(Exception):
-    """Bad input: shown as one line, exit status 2. The text names the key, file or row."""
-
-
-class RunError(Exception):
-    """A run that had to end for a reason its text explains: shown as one line, exit status 1."""
+from conveyor.errors import UserError
 
 
 class _OnceLoader(yaml.SafeLoader):

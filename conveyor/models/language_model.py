@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conveyor.config import UserError, sections
+from conveyor.errors import UserError
 from conveyor.models.attention import PACKED, attention_arguments, can_pack, packs
+from conveyor.models.float32_head import float32_logits
+from conveyor.models.liger import apply_liger
+from conveyor.models.rope import rope_parameters
 from conveyor.models.sequence_parallel import parallel_of
 from conveyor.types import Tokens
+
+if TYPE_CHECKING:
+    from conveyor.config import sections
 
 CHUNK_LOGITS = 2**26
 """Logits held at a time, in fp32 256 MiB."""
@@ -29,13 +35,17 @@ class TokenHead(nn.Linear):
     so ranks with different numbers of chunks would wait for each other forever.
     """
 
+    float32 = False
+    """Logits are float32 products, whatever the weight's type."""
+
     @classmethod
-    def over(cls, linear: nn.Linear) -> TokenHead:
+    def over(cls, linear: nn.Linear, float32: bool = False) -> TokenHead:
         """The same layer, with the same parameters."""
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight = linear.weight
         if linear.bias is not None:
             head.bias = linear.bias
+        head.float32 = float32
         return head
 
     def forward(
@@ -52,9 +62,10 @@ class TokenHead(nn.Linear):
         Without `entropy`, which is two more passes over [N, V], a tuple of the log-probs alone.
         """
         if ids is None:
-            return super().forward(hidden)
+            return float32_logits(hidden, self.weight, self.bias) if self.float32 else super().forward(hidden)
         chunk = chunk or max(1, CHUNK_LOGITS // self.out_features)
         scored = partial(_logprobs_entropy, entropy_grad=entropy_grad) if entropy else _logprobs
+        scored = partial(scored, float32=self.float32)
         if len(ids) <= chunk:
             return scored(hidden, ids, self.weight, self.bias, temperature)
         parts = [
@@ -76,7 +87,7 @@ def load_language_model(model: sections.Model) -> PreTrainedModel:
     head = loaded.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError(f"model.path: {model.path}: its output layer is {type(head).__name__}, only linear ones are supported")
-    loaded.set_output_embeddings(TokenHead.over(head))
+    loaded.set_output_embeddings(TokenHead.over(head, model.fp32_head))
     return loaded
 
 
@@ -87,6 +98,8 @@ def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> 
     """
     from transformers.utils import logging
 
+    if (rope := rope_parameters(model)) is not None:
+        settings["rope_parameters"] = rope
     logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -101,6 +114,7 @@ def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> 
     if model.attention == "sdpa" and model.remove_padding and can_pack(type(loaded), loaded.config):
         loaded.set_attn_implementation(PACKED)
     _remove_dropout(loaded)
+    apply_liger(loaded, model.liger)
     loaded.eval()
     if model.gradient_checkpointing:
         loaded.gradient_checkpointing_enable({"use_reentrant": False})
@@ -194,22 +208,22 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def _logprobs(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> tuple[Tensor]:
+def _logprobs(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, float32: bool) -> tuple[Tensor]:
     """hidden [N, H], ids [N], weight [V, H] → log-probs [N]."""
-    return (-F.cross_entropy(_scores(hidden, weight, bias, temperature), ids, reduction="none"),)
+    return (-F.cross_entropy(_scores(hidden, weight, bias, temperature, float32), ids, reduction="none"),)
 
 
 def _logprobs_entropy(
-    hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, entropy_grad: bool
+    hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, entropy_grad: bool, float32: bool
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, H], ids [N], weight [V, H] → log-probs [N], entropies [N]."""
-    logprobs = torch.log_softmax(_scores(hidden, weight, bias, temperature), dim=-1)
+    logprobs = torch.log_softmax(_scores(hidden, weight, bias, temperature, float32), dim=-1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, float32: bool) -> Tensor:
     """float32 [N, V]: logits / temperature. [N, V] is large: a division by 1 and its backward take most of the softmax's time."""
-    logits = F.linear(hidden, weight, bias).float()
+    logits = float32_logits(hidden, weight, bias) if float32 else F.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits / temperature

@@ -5,13 +5,18 @@ Both are Hugging Face sequence classifiers with one label: a backbone and a line
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from conveyor.config import OnlineRecipe, UserError, sections
+from conveyor.errors import UserError
 from conveyor.models.language_model import load_pretrained, read_states, response_places, spread
 from conveyor.models.zero import whole
 from conveyor.types import Tokens
+
+if TYPE_CHECKING:
+    from conveyor.config import OnlineRecipe, sections
 
 
 def load_scalar_model(model: sections.Model, new_head: bool = False) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from conveyor.config import UserError
+from conveyor.errors import UserError
 from conveyor.models import attention
 from conveyor.models.attention import Sequences
 from conveyor.types import Tokens

@@ -14,11 +14,15 @@ import contextlib
 import io
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from conveyor.errors import UserError
 
 if TYPE_CHECKING:
     from conveyor.config import sections
@@ -51,6 +55,26 @@ def offloading(accelerator: str, optimizer: str = "none", parameters: str = "non
     return {key: place(device) for key, device in of.items() if device != "none"}
 
 
+def check_nvme(train: sections.Train) -> None:
+    """Asked of the machine that trains.
+
+    Raises:
+        UserError: something is to be offloaded to nvme, and DeepSpeed cannot read and write files beside its work here.
+    """
+    keys = [key for key in ("offload_optimizer", "offload_parameters") if getattr(train, key) == "nvme"]
+    if not keys:
+        return
+    if not Path(train.nvme_path or "").is_dir():
+        raise UserError(f"train.nvme_path: {train.nvme_path}: no such folder on {socket.gethostname()}")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    with quiet():
+        able = AsyncIOBuilder().is_compatible()
+    if not able:
+        missing = f"libaio with its headers (libaio-dev), which {socket.gethostname()} has not"
+        raise UserError(f"train.{keys[0]}: nvme needs {missing}; install it, or use cpu")
+
+
 @contextlib.contextmanager
 def loading(train: sections.Train, dtype: str, accelerator: str) -> Iterator[None]:
     """Models that transformers loads meanwhile come partitioned over the ranks, if they are to be trained with ZeRO-3.
@@ -58,6 +82,7 @@ def loading(train: sections.Train, dtype: str, accelerator: str) -> Iterator[Non
     Files are mapped, and one module's weights at a time exist in full. `torch.distributed` is initialised; every rank loads
     the same models in the same order.
     """
+    check_nvme(train)
     placed = offloading(accelerator, parameters=train.offload_parameters, nvme_path=train.nvme_path)
     with partitioning(dtype, accelerator, placed) if train.zero_stage == 3 else contextlib.nullcontext():
         yield
@@ -74,6 +99,8 @@ def partitioning(dtype: str, accelerator: str, placed: dict[str, Any]) -> Iterat
         {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": dtype == "bfloat16"},
+            # All buffers: DeepSpeed would round rotary frequencies to bfloat16, which turns far tokens by whole radians.
+            "data_types": {"keep_in_fp32_modules": ["*"]},
             "zero_optimization": {"stage": 3} | placed,
         }
     )

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from conveyor.checks import read_model_config
-from conveyor.config import OfflineRecipe, UserError
+from conveyor.checks import check_offload, read_model_config
+from conveyor.config import OfflineRecipe, UserError, sections
 from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.samples import Sample
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.models.adapters import check_targets
+from conveyor.models.rope import longest_positions
 from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import MetricsRow, epoch_order
 from conveyor.offline.reward_model import ProcessRewardModelTask, RewardModelTask
@@ -73,13 +74,14 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     """
     RunFolder.check(recipe)
     check_devices(recipe)
+    check_offload(recipe)
     if recipe.lora is not None:
         check_targets(read_model_config("model.path", recipe.model.path), recipe.lora)
     tokenizer = load_tokenizer(recipe.model)
     kind = TASKS[recipe.method]
     task = kind.read(recipe, tokenizer)
     held_out = kind.read(task.recipe, tokenizer, recipe.data.eval_path) if recipe.data.eval_path else None
-    _check_samples("model.path", recipe.model.path, [*task.samples, *(held_out.samples if held_out else ())])
+    _check_samples("model.path", recipe.model, [*task.samples, *(held_out.samples if held_out else ())])
     _check_losses(recipe, task, held_out)
     return task, held_out, tokenizer
 
@@ -117,14 +119,14 @@ def _check_losses(recipe: OfflineRecipe, task: Task, held_out: Task | None) -> N
             check_writable(Path(recipe.reference_cache), recipe.reference_cache, "reference_cache")
         if recipe.reference is not None:
             check_folder_or_hub_id("reference.path", reference.path)
-            _check_samples("reference.path", reference.path, [*task.samples, *(held_out.samples if held_out else ())])
+            _check_samples("reference.path", reference, [*task.samples, *(held_out.samples if held_out else ())])
 
 
-def _check_samples(key: str, path: str, samples: Iterable[Sample]) -> None:
+def _check_samples(key: str, model: sections.Model, samples: Iterable[Sample]) -> None:
     """The model knows their tokens and takes their lengths."""
-    config = read_model_config(key, path)
+    config = read_model_config(key, model.path)
     tokens = "model.tokenizer" if key == "model.path" else key
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = longest_positions(config, model.rope_scaling)
     for sample in samples:
         if int(sample.ids.max()) >= config.vocab_size:
             raise UserError(f"{tokens}: {sample.place} has token {sample.ids.max()}, the model has {config.vocab_size} tokens")

@@ -169,7 +169,7 @@ class ScoreWorker:
         if reward.steps is not None:
             (separator,) = encode_texts(tokenizer, [reward.steps.separator])
             self._separators[role] = separator, int(tokenizer.eos_token_id)
-        return load_scalar_model(recipe.model.model_copy(update={"path": reward.model}), new_head=False)
+        return load_scalar_model(recipe.model.model_copy(update={"path": reward.model, "rope_scaling": None}), new_head=False)
 
     def _of_all(self, role: str, samples: Sequence[Rollout]) -> tuple[Any, ...]:
         """What a role says of each sample: a score of a reward model, else float32 [R]. A pass has as many tokens as the trainer's."""

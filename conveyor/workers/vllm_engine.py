@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from conveyor.config import UserError, sections
+from conveyor.models.rope import rope_parameters
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -26,6 +27,12 @@ def set_environment(rollout: sections.Rollout, cores: tuple[int, ...] | None) ->
             # Without graph capture vLLM still compiles one small sampling function: seconds for nothing.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores[rank::ranks])) for rank in range(ranks))
+
+
+def config_overrides(model: sections.Model) -> dict[str, Any]:
+    """What the engine's copy of the model's configuration must say for its log-probs to be the trainer's."""
+    rope = rope_parameters(model)
+    return ({} if rope is None else {"rope_parameters": rope}) | ({"head_dtype": "float32"} if model.fp32_head else {})
 
 
 def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len: int | None) -> tuple[LLMEngine, Any]:
@@ -59,7 +66,10 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
         # requests are prefilled anew after an install.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(max_model_len or 0, CPU_PREFILL_TOKENS)
-    engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | rollout.engine_args)))
+    arguments |= rollout.engine_args
+    if overrides := config_overrides(model) | arguments.get("hf_overrides", {}):
+        arguments["hf_overrides"] = overrides
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     return engine, AutoTokenizer.from_pretrained(tokenizer)
 
 

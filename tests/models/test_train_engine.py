@@ -16,7 +16,15 @@ DENOMINATOR = 45.0
 FLOAT32 = [(stage, False, "float32") for stage in (0, 1, 2, 3)]
 CASES = {
     1: [*FLOAT32, (2, True, "bfloat16")],
-    2: [*FLOAT32, (1, True, "float32"), (3, True, "float32"), (0, False, "bfloat16"), (2, False, "bfloat16"), (3, False, "bfloat16")],
+    2: [
+        *FLOAT32,
+        (1, True, "float32"),
+        (2, True, "float32"),
+        (3, True, "float32"),
+        (0, False, "bfloat16"),
+        (2, False, "bfloat16"),
+        (3, False, "bfloat16"),
+    ],
 }
 """Ranks → (ZeRO stage, optimizer offload, dtype)."""
 

@@ -1,17 +1,21 @@
 """Models that are partitioned over two ranks from the moment they are loaded."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import distributed as dist
 
 from conveyor.config import sections
+from conveyor.config.offline import Lora
 from conveyor.data.packing import lay_out
 from conveyor.models import zero
+from conveyor.models.adapters import add_adapter
 from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_scalar_model, score_head, sequence_scores
 from tests.models.ranks import spawn
-from tests.models.test_train_engine import meet
+from tests.models.test_train_engine import SETTINGS, largest_difference, meet, update
 from tests.tiny import save_tiny_policy, save_tiny_reward_model
 
 
@@ -110,6 +114,41 @@ def check_scalar(folder, dtype, offload):
         assert new_head == bool((scores == 0).all())
         with zero.whole([score_head(model).weight]):
             assert torch.equal(score_head(model).weight, score_head(plain).weight)
+
+
+def trained(folder, dtype, rank, partitioned, lora=False, **train):
+    """Weights after three updates on a model that was cut when it was loaded, or only by its engine."""
+    settings = sections.Train(zero_stage=3, **SETTINGS, **train)
+    with zero.loading(settings, dtype, "cpu") if partitioned else contextlib.nullcontext():
+        model = load_language_model(sections.Model(path=str(folder / "tied"), dtype=dtype))
+    assert zero.is_partitioned(model.get_input_embeddings().weight) == partitioned
+    if lora:
+        torch.manual_seed(rank)  # the first rank's adapter counts, wherever it is cut
+        add_adapter(model, Lora(rank=4))
+    engine = TrainEngine(model, settings, learning_rate=1e-3, total_updates=3, dtype=dtype, accelerator="cpu")
+    reports = [update(engine, rank, number) for number in range(3)]
+    return {name: weight.clone() for name, weight in engine.named_weights()}, [report.grad_norm for report in reports]
+
+
+def check_training(rank, ranks, port, folder):
+    meet(rank, ranks, port)
+    for dtype in ("float32", "bfloat16"):
+        want, norms = trained(folder, dtype, rank, False)
+        got, found = trained(folder, dtype, rank, True)
+        assert found == norms and largest_difference(got, want) == 0, dtype
+    want, _ = trained(folder, "float32", rank, False)
+    for partitioned in (False, True):
+        got, _ = trained(folder, "float32", rank, partitioned, offload_optimizer="cpu", offload_parameters="cpu")
+        assert largest_difference(got, want) < 1e-5
+    want, norms = trained(folder, "float32", rank, False, lora=True)
+    got, found = trained(folder, "float32", rank, True, lora=True)
+    assert found == norms and norms[0] > 0 and largest_difference(got, want) == 0
+
+
+@pytest.mark.slow
+def test_training_goes_the_same_way_from_a_model_cut_when_it_was_loaded(tmp_path):
+    save_tiny_policy(tmp_path / "tied", tie_word_embeddings=True)
+    spawn(check_training, 2, tmp_path)
 
 
 @pytest.mark.slow
