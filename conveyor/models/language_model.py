@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conveyor.errors import UserError
 from conveyor.models.attention import PACKED, attention_arguments, can_pack, packs
@@ -37,15 +37,21 @@ class TokenHead(nn.Linear):
 
     float32 = False
     """Logits are float32 products, whatever the weight's type."""
+    scale: float = 1.0
+    cap: float | None = None
+    """What the model does to the logits that this layer gives: c·tanh(scale · logit / c), without c only the scale."""
 
     @classmethod
-    def over(cls, linear: nn.Linear, float32: bool = False) -> TokenHead:
-        """The same layer, with the same parameters."""
+    def over(cls, linear: nn.Linear, config: PretrainedConfig, float32: bool = False) -> TokenHead:
+        """The same layer, with the same parameters, of a model of this config."""
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight = linear.weight
         if linear.bias is not None:
             head.bias = linear.bias
         head.float32 = float32
+        # Cohere multiplies, Granite divides, Gemma caps.
+        head.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        head.cap = getattr(config, "final_logit_softcapping", None)
         return head
 
     def forward(
@@ -65,11 +71,11 @@ class TokenHead(nn.Linear):
             return float32_logits(hidden, self.weight, self.bias) if self.float32 else super().forward(hidden)
         chunk = chunk or max(1, CHUNK_LOGITS // self.out_features)
         scored = partial(_logprobs_entropy, entropy_grad=entropy_grad) if entropy else _logprobs
-        scored = partial(scored, float32=self.float32)
+        scored = partial(scored, float32=self.float32, temperature=temperature, scale=self.scale, cap=self.cap)
         if len(ids) <= chunk:
-            return scored(hidden, ids, self.weight, self.bias, temperature)
+            return scored(hidden, ids, self.weight, self.bias)
         parts = [
-            checkpoint(scored, *part, self.weight, self.bias, temperature, use_reentrant=False)
+            checkpoint(scored, *part, self.weight, self.bias, use_reentrant=False)
             for part in zip(hidden.split(chunk), ids.split(chunk), strict=True)
         ]
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
@@ -87,7 +93,7 @@ def load_language_model(model: sections.Model) -> PreTrainedModel:
     head = loaded.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError(f"model.path: {model.path}: its output layer is {type(head).__name__}, only linear ones are supported")
-    loaded.set_output_embeddings(TokenHead.over(head, model.fp32_head))
+    loaded.set_output_embeddings(TokenHead.over(head, loaded.config.get_text_config(), model.fp32_head))
     return loaded
 
 
@@ -200,7 +206,7 @@ def target_logprobs(model: PreTrainedModel, tokens: Tokens, places: Tensor) -> T
 
 def token_head(model: PreTrainedModel) -> TokenHead:
     head: Any = model.get_output_embeddings()
-    return head if isinstance(head, TokenHead) else TokenHead.over(head)
+    return head if isinstance(head, TokenHead) else TokenHead.over(head, model.config.get_text_config())
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -208,22 +214,26 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def _logprobs(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, float32: bool) -> tuple[Tensor]:
-    """hidden [N, H], ids [N], weight [V, H] → log-probs [N]."""
-    return (-F.cross_entropy(_scores(hidden, weight, bias, temperature, float32), ids, reduction="none"),)
+def _logprobs(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any) -> tuple[Tensor]:
+    """hidden [N, H], ids [N], weight [V, H] → log-probs [N]; settings are those of `_scores`."""
+    return (-F.cross_entropy(_scores(hidden, weight, bias, **settings), ids, reduction="none"),)
 
 
 def _logprobs_entropy(
-    hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, entropy_grad: bool, float32: bool
+    hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, entropy_grad: bool, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """hidden [N, H], ids [N], weight [V, H] → log-probs [N], entropies [N]."""
-    logprobs = torch.log_softmax(_scores(hidden, weight, bias, temperature, float32), dim=-1)
+    """hidden [N, H], ids [N], weight [V, H] → log-probs [N], entropies [N]; settings are those of `_scores`."""
+    logprobs = torch.log_softmax(_scores(hidden, weight, bias, **settings), dim=-1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, float32: bool) -> Tensor:
+def _scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float, float32: bool, scale: float, cap: float | None
+) -> Tensor:
     """float32 [N, V]: logits / temperature. [N, V] is large: a division by 1 and its backward take most of the softmax's time."""
     logits = float32_logits(hidden, weight, bias) if float32 else F.linear(hidden, weight, bias).float()
-    return logits if temperature == 1.0 else logits / temperature
+    if cap is not None:
+        return torch.tanh(logits * (scale / cap)) * (cap / temperature)
+    return logits if scale == temperature else logits * (scale / temperature)

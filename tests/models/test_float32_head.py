@@ -6,6 +6,7 @@ from conveyor.models import float32_head
 from conveyor.models.float32_head import float32_logits
 from conveyor.models.language_model import TokenHead, load_language_model, response_logprobs
 from tests.models.test_language_model import batch
+from tests.tiny import tiny_config
 
 
 @pytest.mark.parametrize("slice_elements", [2**24, 7 * 64])
@@ -36,12 +37,12 @@ def head_error(head, hidden, ids, exact):
 
 
 def test_rounding_of_the_head_is_gone(tiny_policy):
-    """Of states and weights that are bfloat16, log-probs are off by what logits are rounded by: with a float32 head by a thousandth of it."""
+    """Of bfloat16 states and weights, log-probs are off by what logits are rounded by; with a float32 head by a thousandth of it."""
     torch.manual_seed(0)
     hidden, ids = 4 * torch.randn(200, 64).bfloat16(), torch.randint(0, 264, (200,))
     plain = torch.nn.Linear(64, 264, bias=False, dtype=torch.bfloat16)
     exact = torch.log_softmax(hidden.double() @ plain.weight.double().T, -1).gather(-1, ids[:, None])[:, 0].float()
-    without, with_it = (head_error(TokenHead.over(plain, float32), hidden, ids, exact) for float32 in (False, True))
+    without, with_it = (head_error(TokenHead.over(plain, tiny_config(), float32), hidden, ids, exact) for float32 in (False, True))
     assert without > 1e-3 and with_it < without / 1000
 
 

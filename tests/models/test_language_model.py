@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from conveyor.config import UserError
 from conveyor.config.sections import Model
@@ -127,3 +128,26 @@ def test_a_folder_without_a_model_is_one_clear_line(tmp_path):
     with pytest.raises(UserError, match="cannot be loaded as a model") as raised:
         load_language_model(Model(path=str(tmp_path)))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("granite", {"logits_scaling": 8.0}), ("cohere", {"logit_scale": 0.5}), ("gemma2", {"final_logit_softcapping": 3.0})],
+)
+def test_logprobs_are_of_the_logits_that_the_model_itself_gives(kind, changes):
+    """Some models scale or cap what their output layer gives."""
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **settings, **changes, pad_token_id=0, initializer_range=0.5)
+    ).eval()
+    want, entropy = full_logprobs(model, *batch(packed=False), 0.7)
+    got, got_entropy = response_logprobs(model, *batch(packed=False), 0.7)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got_entropy, entropy, atol=1e-5, rtol=0)
+    changed = dict.fromkeys(changes, 1.0)
+    for name, value in changed.items():
+        setattr(model.config, name, value)
+    assert not torch.allclose(response_logprobs(model, *batch(packed=False), 0.7)[0], want, atol=1e-2)

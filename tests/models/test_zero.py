@@ -14,6 +14,7 @@ from conveyor.models.adapters import add_adapter
 from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_scalar_model, score_head, sequence_scores
+from conveyor.models.train_engine import TrainEngine
 from tests.models.ranks import spawn
 from tests.models.test_train_engine import SETTINGS, largest_difference, meet, update
 from tests.tiny import save_tiny_policy, save_tiny_reward_model
