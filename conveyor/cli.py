@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from conveyor.config import LoopRecipe, OnlineRecipe, Recipe, RunError, UserError, load_recipe
 
@@ -38,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("conveyor").setLevel(logging.INFO)
     try:
-        return int(known.run(known, rest))
+        with _ending_in_order():
+            return int(known.run(known, rest))
     except UserError as error:
         print(f"conveyor: {error}", file=sys.stderr)
         return 2
@@ -51,6 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("conveyor: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """A request to end, as schedulers and containers send it, is like Ctrl-C: workers are ended, and a Ray that was started here."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
@@ -67,9 +88,16 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check",
         help="check a recipe, its files, rows and devices without training",
-        usage="conveyor check RECIPE.yaml [--dotted.key value ...]",
+        usage="conveyor check RECIPE.yaml [--cluster NODESxGPUS[:GIB]] [--dotted.key value ...]",
     )
     check.add_argument("recipe", help="YAML file")
+    check.add_argument(
+        "--cluster", metavar="NODESxGPUS[:GIB]",
+        help="check devices, placement and memory for such a cluster, e.g. 4x8 (GPUs of 80 GiB) or 2x8:141, instead of files and rows; "
+        "ray: for the one at ray.address",
+    )  # fmt: skip
+    check.add_argument("--model", metavar="SIZE", help="with --cluster: shape of a policy that is not known, e.g. 8b or a folder")
+    check.add_argument("--reward-model", metavar="SIZE", help="with --cluster: the same of reward models and critic")
     check.set_defaults(run=_check)
     for name, (module, about) in MORE.items():
         more = commands.add_parser(name, help=about)
@@ -127,6 +155,15 @@ def _help(path: str | None) -> int:
 
 def _check(known: argparse.Namespace, rest: list[str]) -> int:
     recipe = _load(known, rest)
+    if known.cluster is not None:
+        from conveyor.cluster_check import Named, check_on, named_cluster
+
+        fits = check_on(recipe, named_cluster(known.cluster, recipe.ray), Named(known.model, known.reward_model))
+        print(f"{known.recipe}: {recipe.method}, fits")
+        print(fits)
+        return 0
+    if known.model is not None or known.reward_model is not None:
+        raise UserError("check: --model and --reward-model go with --cluster")
     if isinstance(recipe, OnlineRecipe):
         from conveyor.checks import check_online
 

@@ -21,7 +21,8 @@ from conveyor.plan.costs import installed_roles
 from conveyor.plan.engines import Iterations
 from conveyor.plan.hardware import GPU
 from conveyor.plan.lengths import LengthFacts, Size
-from conveyor.plan.memory import BYTES, GroupMemory, Shapes, apart_gradients, engine_bytes, group_memory, score_shards
+from conveyor.plan.keeping import BYTES, Keeping, keeping
+from conveyor.plan.memory import GroupMemory, Shapes, apart_gradients, engine_bytes, group_memory, score_shards
 from conveyor.plan.models import ModelShape
 from conveyor.types import SampleId
 
@@ -42,7 +43,7 @@ class Roofline:
         return RooflineCosts(recipe, self.shapes, self.gpu, judge_seconds=self.judge_seconds)
 
     def shards(self, recipe: OnlineRecipe, group: str) -> int:
-        return score_shards(recipe, self.shapes, self.gpu, group)
+        return score_shards(recipe, group)
 
     def memory(self, recipe: OnlineRecipe, lengths: LengthFacts) -> list[GroupMemory]:
         return group_memory(recipe, self.shapes, self.gpu, lengths)
@@ -63,6 +64,10 @@ class RooflineCosts:
         assert self.recipe.devices is not None
         return {group: max(1, int(count)) for group, count in self.recipe.devices.items()}
 
+    @cached_property
+    def _kept(self) -> Keeping:
+        return keeping(self.recipe)
+
     # ── rollout ──────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
@@ -75,7 +80,7 @@ class RooflineCosts:
         reductions = 2 * shape.layers if width > 1 else 0
         sent = reductions * 2 * (width - 1) / width * shape.hidden * size / gpu.link(width)
         # An embedding is looked up, not multiplied with: one matrix of vocabulary size is read, the output layer's.
-        used = shape.layers * shape.layer_parameters + shape.vocab * shape.hidden
+        used = shape.read_parameters(self.recipe.rollout.max_concurrent_requests) + shape.vocab * shape.hidden
         return Iterations(
             constant=hardware.ITERATION_SECONDS + reductions * hardware.COLLECTIVE_SECONDS,
             per_sample=hardware.SAMPLE_SECONDS + sent,
@@ -88,7 +93,7 @@ class RooflineCosts:
     # ── score ────────────────────────────────────────────────────────────────────────────────────
 
     def score(self, part: ScorePart, samples: Sequence[Size]) -> float:
-        shards = score_shards(self.recipe, self.shapes, self.gpu, part.group)
+        shards = score_shards(self.recipe, part.group)
         return hardware.TASK_SECONDS + sum(self._forward(role, samples, shards) for role in part.roles)
 
     def judge(self, sample: SampleId) -> float:
@@ -97,7 +102,7 @@ class RooflineCosts:
     def _forward(self, role: str, samples: Sequence[Size], shards: int) -> float:
         """Weights spread over several GPUs are fetched a layer at a time."""
         shape = self.shapes.of(role)
-        weights = shape.parameters * BYTES[self.recipe.model.dtype]
+        weights = self._kept.weight_bytes(shape)
         arithmetic = self._flops(role, samples) / (self.gpu.flops * hardware.FORWARD_EFFICIENCY * shards)
         reading = weights / (self.gpu.bandwidth * hardware.BANDWIDTH_EFFICIENCY)
         fetching = weights * (shards - 1) / shards / self.gpu.link(shards)
@@ -118,10 +123,10 @@ class RooflineCosts:
         return hardware.TASK_SECONDS / 5
 
     def train(self, group: TrainGroup, samples: Sequence[Size]) -> float:
-        """The slowest rank's share, samples[rank::ranks]: a backward pass is two forward ones, recomputation a third, and
-        gradients kept apart (`memory.apart_gradients`) are a backward pass each."""
+        """The slowest rank's share, samples[rank::ranks]: a backward pass is two forward ones, or one where the weights stay as they are
+        (adapters), recomputation one more, and gradients kept apart (`memory.apart_gradients`) are a backward pass each."""
         ranks = self.devices[group.group]
-        backward = 3 if self.recipe.model.gradient_checkpointing else 2
+        backward = (2 if self._kept.adapter is None else 1) + self.recipe.model.gradient_checkpointing
         passes = {role: 1 + backward * max(1, apart_gradients(self.recipe, role)) for role in group.roles}
         slowest = 0.0
         for rank in range(min(ranks, len(samples))):
@@ -133,18 +138,18 @@ class RooflineCosts:
     def _communication(self, group: TrainGroup, ranks: int) -> float:
         """Of one micro-batch. ZeRO-3 fetches the weights in the forward and again in the backward pass; ZeRO-2 and 3 reduce fp32
         gradients after each; below, they are reduced once an update."""
-        stage, parameters = self.recipe.train.stage(self.recipe.model.dtype), self._parameters(group)
-        fetched = 2 * parameters * BYTES[self.recipe.model.dtype] if stage == 3 else 0.0
-        reduced = 4 * parameters if stage >= 2 else 0.0
+        stage = self._kept.stage
+        fetched = 2 * sum(self._kept.weight_bytes(self.shapes.of(role)) for role in group.roles) if stage == 3 else 0.0
+        reduced = 4 * self._parameters(group) if stage >= 2 else 0.0
         return (fetched + reduced) * (ranks - 1) / ranks / self.gpu.link(ranks)
 
     def update(self, group: TrainGroup) -> float:
         """Adam reads and writes its 12 bytes a parameter, reads gradients and writes weights: 30 bytes. Offloaded, the same happens in
         host memory, and gradients and weights cross over."""
-        stage, parameters, ranks = self.recipe.train.stage(self.recipe.model.dtype), self._parameters(group), self.devices[group.group]
+        stage, parameters, ranks = self._kept.stage, self._parameters(group), self.devices[group.group]
         own = parameters / (ranks if stage >= 1 else 1)
         size = BYTES[self.recipe.model.dtype]
-        if self.recipe.train.offload_optimizer != "none":
+        if self._kept.optimizer_place != "none":
             stepping = own * (30 / hardware.HOST_BANDWIDTH + (4 + size) / self.gpu.host_link)
         else:
             stepping = own * 30 / (self.gpu.bandwidth * hardware.BANDWIDTH_EFFICIENCY)
@@ -152,7 +157,8 @@ class RooflineCosts:
         return hardware.TASK_SECONDS + stepping + parameters * a_parameter * (ranks - 1) / ranks / self.gpu.link(ranks)
 
     def _parameters(self, group: TrainGroup) -> float:
-        return float(sum(self.shapes.of(role).parameters for role in group.roles))
+        """Those that are trained, and so travel."""
+        return float(sum(self._kept.trained(self.shapes.of(role)) for role in group.roles))
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
@@ -174,7 +180,7 @@ class RooflineCosts:
     def _broadcast(self, shape: ModelShape) -> float:
         """All receivers at once, in a chain of chunks: about one crossing of the slowest link, however many they are."""
         receivers = sum(self.devices.values()) - 1
-        return hardware.TASK_SECONDS + shape.parameters * BYTES[self.recipe.model.dtype] / self.gpu.broadcast_link(receivers)
+        return hardware.TASK_SECONDS + self._kept.trained(shape) * BYTES[self.recipe.model.dtype] / self.gpu.broadcast_link(receivers)
 
     def checkpoint(self, group: TrainGroup) -> float:
         return self._parameters(group) * 14 / self.devices[group.group] / CHECKPOINT_BANDWIDTH

@@ -105,6 +105,16 @@ def available(ray_section: sections.Ray) -> Devices:
     return Devices("GPU", has["GPU"]) if has.get("GPU") else Devices("CPU", has.get("CPU", 0))
 
 
+def gpu_nodes() -> tuple[int, ...]:
+    """GPUs of each node of the cluster that is joined, the largest first; none where no Ray runs."""
+    import ray
+
+    if not ray.is_initialized():
+        return ()
+    counts = (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    return tuple(sorted((count for count in counts if count), reverse=True))
+
+
 def default_devices(recipe: OnlineRecipe | OfflineRecipe, there: Devices | None = None) -> dict[str, float]:
     """Device groups for a recipe without `devices:`, from what is there (default: `available()`).
 

@@ -1,0 +1,67 @@
+"""What to change in a recipe whose roles do not fit the memory: settings that are tried one after the other, until they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from conveyor.config import OnlineRecipe
+from conveyor.plan.candidates import with_keys
+from conveyor.plan.keeping import keeping
+from conveyor.plan.memory import GroupMemory, scored_roles
+
+Tables = Callable[[OnlineRecipe], list[GroupMemory]]
+WIDEST = 8
+"""Tensor parallel: GPUs of one node."""
+
+
+def advice(recipe: OnlineRecipe, group: str, tables: Tables) -> str:
+    """`key value, key value`: the changes, in the order in which they cost least speed, that together make the group fit; or that no
+    setting does. `tables`: the memory of a recipe."""
+    made: list[str] = []
+    best = _of(tables(recipe), group)
+    for words, keys in _changes(recipe, group):
+        changed = with_keys(recipe, **keys)
+        table = _of(tables(changed), group)
+        if table.total / table.limit < best.total / best.limit:
+            recipe, best = changed, table
+            made.append(words)
+        if best.fits:
+            return ", ".join(made)
+    more = f"devices.{group}: more GPUs, or a smaller model"
+    return f"{', '.join(made)}, and then {more}" if made else more
+
+
+def _changes(recipe: OnlineRecipe, group: str) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    kept, n = keeping(recipe), recipe.samples_per_group
+    if recipe.role_group("rollout") == group:
+        width, slots = recipe.rollout.tensor_parallel_size, int((recipe.devices or {})[group])
+        for wider in (2, 4, 8):
+            if width < wider <= WIDEST and slots % wider == 0 and not recipe.beside_rollout:
+                yield f"rollout.tensor_parallel_size {wider}", {"rollout": {"tensor_parallel_size": wider}}
+        for share in (2, 4):
+            fewer = recipe.rollout.max_concurrent_requests // share // n * n
+            if fewer >= n:
+                yield f"rollout.max_concurrent_requests {fewer}", {"rollout": {"max_concurrent_requests": fewer}}
+    if scored_roles(recipe, group) and kept.score_stage == 0:
+        yield "score.zero_stage 3", {"score": {"zero_stage": 3}}
+    if group in (recipe.role_group("actor"), recipe.role_group("critic")):
+        yield from _of_trainers(recipe)
+
+
+def _of_trainers(recipe: OnlineRecipe) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    kept, longest = keeping(recipe), recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    if recipe.model.dtype == "float32":
+        yield "model.dtype bfloat16", {"model": {"dtype": "bfloat16"}}
+    if not kept.checkpointing:
+        yield "model.gradient_checkpointing true", {"model": {"gradient_checkpointing": True}}
+    if kept.row_limit is None or kept.row_limit > longest:
+        yield f"train.max_tokens_per_micro_batch {longest}", {"train": {"max_tokens_per_micro_batch": longest}}
+    if kept.stage < 3:
+        yield "train.zero_stage 3", {"train": {"zero_stage": 3}}
+    if kept.optimizer_place == "none":
+        yield "train.offload_optimizer cpu", {"train": {"offload_optimizer": "cpu"}}
+
+
+def _of(tables: list[GroupMemory], group: str) -> GroupMemory:
+    return next(table for table in tables if table.group == group)
