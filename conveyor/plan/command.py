@@ -15,9 +15,9 @@ from rich.console import Console
 from conveyor.config import OnlineRecipe, UserError, load_recipe, parse_recipe
 from conveyor.plan.fit import Profile, Validation, validate
 from conveyor.plan.hardware import GPUS, gpu
+from conveyor.plan.known_models import NAMED, model_shape
 from conveyor.plan.lengths import Workload, parse_lengths
 from conveyor.plan.memory import Shapes
-from conveyor.plan.known_models import NAMED, model_shape
 from conveyor.plan.predict import CostSource, Prediction, simulated_steps
 from conveyor.plan.record import read_run
 from conveyor.plan.roofline import Roofline

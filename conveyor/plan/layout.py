@@ -36,7 +36,9 @@ def parse_cluster(text: str) -> Cluster:
     """`NODESxGPUS`, or `NODESxGPUS:GIB` for GPUs of another size than 80 GiB. Raises UserError for anything else."""
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})(?::(\d+(?:\.\d+)?))?", text)
     if match is None or not 1 <= int(match[1]) * int(match[2]) <= MOST_GPUS or (match[3] and not float(match[3])):
-        raise UserError(f"--cluster: {text!r}: say nodes x GPUs of each, such as 4x8, with their memory in GiB if it is not 80: 4x8:141; or ray")
+        raise UserError(
+            f"--cluster: {text!r}: say nodes x GPUs of each, such as 4x8, with their memory in GiB if it is not 80: 4x8:141; or ray"
+        )
     return Cluster((int(match[2]),) * int(match[1]), float(match[3] or USUAL_GIB))
 
 

@@ -157,9 +157,7 @@ def score_shards(recipe: OnlineRecipe, group: str) -> int:
     return max(1, int(recipe.devices[group])) if keeping(recipe).score_stage == 3 else 1
 
 
-def _score_items(
-    recipe: OnlineRecipe, kept: Keeping, shapes: Shapes, lengths: LengthFacts, roles: tuple[str, ...], shards: int
-) -> Items:
+def _score_items(recipe: OnlineRecipe, kept: Keeping, shapes: Shapes, lengths: LengthFacts, roles: tuple[str, ...], shards: int) -> Items:
     tokens = kept.rank_tokens(recipe.pipeline.micro_batch_size, lengths.longest, shards)
     own = [role for role in roles if not _is_adapter_off(recipe, kept, roles, role)]
     weights = {f"{role} weights": kept.weight_bytes(shapes.of(role)) / shards for role in own}
@@ -176,9 +174,7 @@ def _is_adapter_off(recipe: OnlineRecipe, kept: Keeping, roles: Sequence[str], r
 # ── train ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train_items(
-    kept: Keeping, shapes: Sequence[ModelShape], ranks: int, tokens: int, apart: float = 0.0
-) -> tuple[Items, Items, Items]:
+def train_items(kept: Keeping, shapes: Sequence[ModelShape], ranks: int, tokens: int, apart: float = 0.0) -> tuple[Items, Items, Items]:
     """(on each GPU, in host memory for each, on NVMe for each) of models trained together on `ranks` GPUs.
 
     Mixed precision (Rajbhandari et al. 2020, §3.1): 2 bytes a parameter for weights, 4 for gradients, which are summed in fp32, 12

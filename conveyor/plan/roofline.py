@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from conveyor.config import OnlineRecipe
+from conveyor.data.balance import micro_batches
 from conveyor.pipeline.run_plan import ScorePart, TrainGroup
 from conveyor.plan import hardware
 from conveyor.plan.costs import installed_roles
 from conveyor.plan.engines import Iterations
 from conveyor.plan.hardware import GPU
-from conveyor.plan.lengths import LengthFacts, Size
 from conveyor.plan.keeping import BYTES, Keeping, keeping
+from conveyor.plan.lengths import LengthFacts, Size
 from conveyor.plan.memory import GroupMemory, Shapes, apart_gradients, engine_bytes, group_memory, score_shards
 from conveyor.plan.models import ModelShape
 from conveyor.types import SampleId
@@ -109,13 +110,16 @@ class RooflineCosts:
         return _together(max(arithmetic, reading), fetching)
 
     def _flops(self, role: str, samples: Sequence[Size]) -> float:
-        """Of a forward pass over samples padded to the longest; the output layer sees response tokens only."""
+        """Of a forward pass; the output layer sees response tokens only. With padding every sample costs what the longest does."""
         if not samples:
             return 0.0
         shape = self.shapes.of(role)
-        longest, response = max(size.total for size in samples), max(size.response for size in samples)
-        head = shape.head_flops * response if role in ("actor", "reference", "policy_snapshot") else 0.0
-        return len(samples) * (shape.token_flops * longest + shape.attention_flops(longest) + head)
+        head = shape.head_flops if role in ("actor", "reference", "policy_snapshot") else 0.0
+        if self.recipe.model.remove_padding:
+            lengths = [(size.total, size.response) for size in samples]
+        else:
+            lengths = [(max(size.total for size in samples), max(size.response for size in samples))] * len(samples)
+        return sum(shape.token_flops * total + shape.attention_flops(total) + head * response for total, response in lengths)
 
     # ── train ────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,17 +127,18 @@ class RooflineCosts:
         return hardware.TASK_SECONDS / 5
 
     def train(self, group: TrainGroup, samples: Sequence[Size]) -> float:
-        """The slowest rank's share, samples[rank::ranks]: a backward pass is two forward ones, or one where the weights stay as they are
-        (adapters), recomputation one more, and gradients kept apart (`memory.apart_gradients`) are a backward pass each."""
-        ranks = self.devices[group.group]
+        """The slowest rank's share: a backward pass is two forward ones, or one where the weights stay as they are (adapters),
+        recomputation one more, and gradients kept apart (`memory.apart_gradients`) are a backward pass each."""
+        train, ranks = self.recipe.train, self.devices[group.group]
         backward = (2 if self._kept.adapter is None else 1) + self.recipe.model.gradient_checkpointing
         passes = {role: 1 + backward * max(1, apart_gradients(self.recipe, role)) for role in group.roles}
-        slowest = 0.0
-        for rank in range(min(ranks, len(samples))):
-            share = samples[rank::ranks]
-            slowest = max(slowest, sum(passes[role] * self._flops(role, share) for role in group.roles))
-        arithmetic = slowest / (self.gpu.flops * hardware.TRAIN_EFFICIENCY)
-        return hardware.TASK_SECONDS + _together(arithmetic, self._communication(group, ranks))
+        of_row = train.sequence_parallel_size
+        cut = micro_batches([size.total for size in samples], ranks // of_row, train.row_tokens)
+        arithmetic = 0.0
+        for shares in cut:
+            flops = [sum(passes[role] * self._flops(role, [samples[i] for i in share]) for role in group.roles) for share in shares]
+            arithmetic += max(flops) / of_row / (self.gpu.flops * hardware.TRAIN_EFFICIENCY)
+        return hardware.TASK_SECONDS + _together(arithmetic, len(cut) * self._communication(group, ranks))
 
     def _communication(self, group: TrainGroup, ranks: int) -> float:
         """Of one micro-batch. ZeRO-3 fetches the weights in the forward and again in the backward pass; ZeRO-2 and 3 reduce fp32

@@ -149,11 +149,32 @@ def test_training_does_six_operations_a_parameter_and_token() -> None:
     assert again == pytest.approx(4 / 3 * seconds)
 
 
-def test_the_slowest_rank_counts_with_its_padding() -> None:
-    made, model = costs(train={"zero_stage": 0})
+def test_the_slowest_rank_counts() -> None:
+    """With padding a rank's samples cost what its longest does; without it the ranks share the tokens out evenly."""
+    uneven = [Size(100, 400)] + [Size(100, 200)] * 7
+    for padded in (True, False):
+        made, model = costs(train={"zero_stage": 0}, model={"path": "m", "dtype": "bfloat16", "remove_padding": not padded})
+        (group,) = train_groups(made)
+        ranks = model.devices[group.group]
+        assert ranks == 4, "two samples each"
+        whole, short = model.train(group, [Size(100, 400)] * 8), model.train(group, [Size(100, 200)] * 8)
+        found = model.train(group, uneven)
+        assert found == pytest.approx(whole) if padded else short < found < 0.9 * whole
+
+
+def test_a_budget_of_tokens_costs_passes() -> None:
+    samples = [Size(100, 400)] * 8
+    seconds = []
+    for budget in (None, 2000, 1000):
+        made, model = costs(train={"zero_stage": 3, "max_tokens_per_micro_batch": budget}, rollout={"max_response_length": 400},
+                            data={"path": "d", "max_prompt_length": 100})  # fmt: skip
+        (group,) = train_groups(made)
+        seconds.append(model.train(group, samples))
+    assert seconds[0] == seconds[1] == seconds[2], "four ranks have 1000 tokens each"
+    made, model = costs(train={"zero_stage": 3, "max_tokens_per_micro_batch": 500}, rollout={"max_response_length": 400},
+                        data={"path": "d", "max_prompt_length": 100})  # fmt: skip
     (group,) = train_groups(made)
-    even = model.train(group, [Size(100, 400)] * 8)
-    assert model.train(group, [Size(100, 400)] + [Size(100, 100)] * 7) == pytest.approx(even)
+    assert model.train(group, samples) > seconds[0], "ZeRO-3 fetches the weights for every pass"
 
 
 def test_scoring_is_a_forward_pass_of_each_model() -> None:
