@@ -8,13 +8,14 @@ STAMP := $(VENV)/.installed
 LOCK := requirements/cpu.txt requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast bench learn lint smollm2 world
+.PHONY: help setup quickstart test test-fast test-gpu bench learn lint smollm2 world
 
 help:
 	@echo "make setup       create $(VENV) with everything pinned (about 3 minutes, once)"
 	@echo "make quickstart  see a language model get better by RLHF, on a CPU"
 	@echo "make test        all tests"
 	@echo "make test-fast   the tests that need neither Ray nor vLLM"
+	@echo "make test-gpu    what only a GPU can tell: PYTHON=… names a Python with torch for CUDA, transformers and peft (5 minutes)"
 	@echo "make bench       measure speed against what is to be reached (about 20 minutes; leave the machine alone meanwhile)"
 	@echo "make learn       six methods learn the quickstart's task, three seeds each (half an hour; runs quickstart first if need be)"
 	@echo "make world       every method with the same budget of samples, in a world whose true reward is known (about 20 minutes)"
@@ -39,6 +40,10 @@ test: $(STAMP)
 test-fast: export OMP_NUM_THREADS := 1
 test-fast: $(STAMP)
 	$(RUN) -m pytest -m "not slow"
+
+# Needs nothing of this project installed, so that it runs wherever there is a GPU.
+test-gpu:
+	$(PYTHON) tests/gpu/checks.py --json gpu-checks.json
 
 bench: $(STAMP)
 	@$(RUN) -m benchmarks

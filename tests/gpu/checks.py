@@ -10,7 +10,6 @@ small size, but for what needs CUDA. On a GPU it takes less than five minutes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from conveyor.data.packing import lay_out
 from conveyor.models.attention import PACKED
@@ -314,8 +314,8 @@ def main() -> int:
     parser.add_argument("--device", choices=sorted(SIZES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file that the numbers are written to")
     arguments = parser.parse_args()
-    with contextlib.redirect_stderr(sys.stdout):
-        found = run(arguments.device)
+    logging.disable_progress_bar()
+    found = run(arguments.device)
     print(f"{found['device']}, torch {found['torch']}: {'passed' if found['passed'] else 'FAILED'} in {found['seconds']:.0f} s")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -29,7 +29,12 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 def run_script(tmp_path, *start, device):
     file = tmp_path / "found.json"
     done = subprocess.run(
-        [sys.executable, *start, "--device", device, "--json", str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False
+        [sys.executable, *start, "--device", device, "--json", str(file)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())

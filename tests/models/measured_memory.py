@@ -88,7 +88,6 @@ def main(folder: Path) -> None:
 
     # The peak of a process only grows, so what takes less comes first.
     found = {"chunked": growth(chunked, (64, 2048)), "textbook": growth(textbook, (64, 2048))}
-    del model
     print(json.dumps(found | {dtype: loading(str(folder / "wide"), dtype) for dtype in ("float32", "bfloat16")}))
 
 
