@@ -148,10 +148,13 @@ class Tokens:
     """int64 [B]"""
     packed: bool
     """All samples are in one row."""
+    experts: Tensor | None = None
+    """int16 [rows · W, layers, K]: the experts that a token is to go to, −1: those its router chooses; None: they all are free."""
 
     def to(self, device: torch.device | str) -> Tokens:
         return Tokens(
-            self.input_ids.to(device), self.position_ids.to(device), self.starts.to(device), self.lengths.to(device), self.packed
+            self.input_ids.to(device), self.position_ids.to(device), self.starts.to(device), self.lengths.to(device), self.packed,
+            None if self.experts is None else self.experts.to(device),
         )  # fmt: skip
 
 
