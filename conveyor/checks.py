@@ -23,6 +23,7 @@ from conveyor.episodes.functions import load_rollout_function
 from conveyor.models.liger import check_liger
 from conveyor.models.rope import longest_positions
 from conveyor.models.zero import check_nvme
+from conveyor.models.routing import check_routers
 from conveyor.rewards.functions import GIVEN, check_columns, load_function
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt
@@ -119,6 +120,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     _check_attention(recipe)
     _check_heads(recipe)
     _check_lengths(recipe)
+    check_routers(read_model_config("model.path", recipe.model.path), recipe.train, recipe.rollout.routing_replay)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     _check_rows_over_ranks(recipe)
     return functions

@@ -81,6 +81,9 @@ class Rollout:
     turns: int = 1
     columns: Mapping[str, Any] = field(default_factory=dict)
     """What the function that played the turns tells reward functions, beside (and before) the prompt's columns."""
+    experts: Tensor | None = None
+    """uint8 or uint16 [prompt + R − 1, layers, experts a token]: the experts that the engine sent each token to, the last one excepted,
+    which it never computed. None: it does not tell."""
     failure: str | None = None
     """Why the function that played the turns failed: the sample is left out of loss and baseline."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conveyor.algorithms.expert_balance import RouterSums, Statistic, router_sums, weighted_balance
 from conveyor.algorithms.metrics import Load, Mean, Metrics
@@ -179,6 +179,13 @@ def watch(model: PreTrainedModel, train: sections.Train | None, replays: bool = 
         if replays and routing.gating is None:
             raise UserError(f"rollout.routing_replay: how routers of {kind} models weigh experts is not known")
         vars(model)["routing"] = routing
+
+
+def check_routers(config: PretrainedConfig, train: sections.Train, replays: bool = False) -> None:
+    """What `watch` raises of a language model of this config, without its weights."""
+    if train.router_aux_loss_coef or replays:
+        with torch.device("meta"):
+            watch(AutoModelForCausalLM.from_config(config), train, replays)
 
 
 def routing_of(model: PreTrainedModel) -> Routing | None:

@@ -17,6 +17,7 @@ from conveyor.data.samples import Sample
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.models.adapters import check_targets
 from conveyor.models.rope import longest_positions
+from conveyor.models.routing import check_routers
 from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import MetricsRow, epoch_order
 from conveyor.offline.reward_model import ProcessRewardModelTask, RewardModelTask
@@ -77,6 +78,7 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     check_offload(recipe)
     if recipe.lora is not None:
         check_targets(read_model_config("model.path", recipe.model.path), recipe.lora)
+    check_routers(read_model_config("model.path", recipe.model.path), recipe.train)
     tokenizer = load_tokenizer(recipe.model)
     kind = TASKS[recipe.method]
     task = kind.read(recipe, tokenizer)

@@ -6,7 +6,7 @@ One thread calls everything here, so requests join and leave without locks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,7 +93,8 @@ class EngineRequests:
             assert completion.finish_reason in ("stop", "length"), f"request ended with {completion.finish_reason}"
             reason: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
             request = self._running.pop(output.request_id)
-            request.done(_sampled(request, completion.token_ids, completion.logprobs, reason))
+            experts = None if completion.routed_experts is None else torch.from_numpy(completion.routed_experts)
+            request.done(replace(_sampled(request, completion.token_ids, completion.logprobs, reason), experts=experts))
 
     def install(self, publication: Publication) -> tuple[str, ...]:
         """New weights for every token from here on. Returns the names of tensors that were damaged on the way."""
