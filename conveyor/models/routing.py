@@ -58,16 +58,21 @@ class Routing:
     """The routers of one model. `read_states` has them watched; after it, `balance` tells of that pass.
 
     Args:
-        train: None: nothing is recorded, experts are only replayed.
+        train: None: nothing is recorded.
+        replays: tokens that come with experts go to these.
     """
 
-    def __init__(self, model: PreTrainedModel, routers: Sequence[tuple[int, nn.Module]], train: sections.Train | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, routers: Sequence[tuple[int, nn.Module]], train: sections.Train | None, replays: bool
+    ) -> None:  # fmt: skip
         self.coef = (train.router_aux_loss_coef or 0.0) if train is not None else 0.0
         self._statistic: Statistic = train.router_aux_loss if train is not None else "sequence"
-        self._records = train is not None
+        self._records, self._replays = train is not None, replays
         self.gating = gating_of(type(routers[0][1]), model.config.get_text_config())
         if self.coef and self.gating is None:
             raise UserError(f"train.router_aux_loss_coef: how routers of {model.config.model_type} models weigh experts is not known")
+        if replays and self.gating is None:
+            raise UserError(f"rollout.routing_replay: how routers of {model.config.model_type} models weigh experts is not known")
         self._replayed: Tensor | None = None
         self._open = False
         self._lengths, self._owners = torch.zeros(0), torch.zeros(0)
@@ -94,7 +99,8 @@ class Routing:
         owners = token_owners(tokens)
         mine = slice(first, first + places)
         self._owners, self._lengths, self._parallel = _padded(owners[mine], places), tokens.lengths, parallel
-        self._replayed = None if tokens.experts is None else _padded(tokens.experts[mine], places)  # until the next pass: it is recomputed
+        told = tokens.experts if self._replays else None
+        self._replayed = None if told is None else _padded(told[mine], places)  # stays until the next pass, for the recomputation
         self._seen, self._open = [], self._records
         try:
             yield
@@ -175,10 +181,7 @@ def watch(model: PreTrainedModel, train: sections.Train | None, replays: bool = 
     if asked and not routers:
         raise UserError(f"{asked}: a {kind} model has no routers of experts that are known here")
     if routers and (train is not None or replays):
-        routing = Routing(model, routers, train)
-        if replays and routing.gating is None:
-            raise UserError(f"rollout.routing_replay: how routers of {kind} models weigh experts is not known")
-        vars(model)["routing"] = routing
+        vars(model)["routing"] = Routing(model, routers, train, replays)
 
 
 def check_routers(config: PretrainedConfig, train: sections.Train, replays: bool = False) -> None:
