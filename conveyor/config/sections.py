@@ -216,7 +216,8 @@ class Train(Section):
     )
     sequence_parallel_size: PositiveInt = Field(1, description="neighbouring ranks that share each row of tokens (Ulysses)")
     router_aux_loss_coef: PositiveFloat | None = Field(
-        None, description="mixtures of experts: weight of the loss that keeps experts equally busy; null: off, whatever the model's config says"
+        None,
+        description="mixtures of experts: weight of the loss that keeps experts equally busy; null: off, whatever the model's config says",
     )
     router_aux_loss: Literal["sequence", "micro_batch"] = Field(
         "sequence",

@@ -29,7 +29,9 @@ class CheckpointNames:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        forward = [transform for transform in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(transform, PrefixChange)]
+        forward = [
+            transform for transform in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(transform, PrefixChange)
+        ]
         reverse: list[Any] = [transform.reverse_transform() for transform in reversed(forward)]
         self._model = model
         self._renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
@@ -49,7 +51,7 @@ class CheckpointNames:
             if pattern is None:
                 yield renamed, tensor
                 continue
-            converter = deepcopy(self._by_pattern[pattern])  # it collects what it is given
+            converter: Any = deepcopy(self._by_pattern[pattern])  # it collects what it is given
             converter.add_tensor(renamed, name, pattern, tensor)
             found = converter.convert(renamed, model=self._model, config=self._model.config)
             for key, value in found.items():

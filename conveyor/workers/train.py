@@ -217,9 +217,7 @@ class TrainWorker:
         engine.backward(losses.policy + self._other(losses, part, batch, signs), last=last)
         metrics.update(losses.metrics)
 
-    def _pass_apart(
-        self, part: Part, arguments: Any, settings: Any, batch: TrainBatch, advantages: Tensor, kl_coef: float
-    ) -> Metrics:
+    def _pass_apart(self, part: Part, arguments: Any, settings: Any, batch: TrainBatch, advantages: Tensor, kl_coef: float) -> Metrics:
         """`streaming_exact`: the gradients of the parts of the loss are kept apart."""
         engine, algorithm, cap = self._engines["actor"], self._recipe.algorithm, self._recipe.importance_cap
         if self._centre is None and batch.loss_mask.any():
