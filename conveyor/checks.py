@@ -22,8 +22,8 @@ from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.episodes.functions import load_rollout_function
 from conveyor.models.liger import check_liger
 from conveyor.models.rope import longest_positions
-from conveyor.models.zero import check_nvme
 from conveyor.models.routing import check_routers
+from conveyor.models.zero import check_nvme
 from conveyor.rewards.functions import GIVEN, check_columns, load_function
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conveyor.algorithms.expert_balance import RouterSums, Statistic, router_sums, weighted_balance
 from conveyor.algorithms.metrics import Load, Mean, Metrics
-from conveyor.config import UserError, sections
+from conveyor.errors import UserError
 from conveyor.models.sequence_parallel import SequenceParallel
 from conveyor.types import Tokens
+
+if TYPE_CHECKING:
+    from conveyor.config import sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Routing:
 
     def __init__(
         self, model: PreTrainedModel, routers: Sequence[tuple[int, nn.Module]], train: sections.Train | None, replays: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.coef = (train.router_aux_loss_coef or 0.0) if train is not None else 0.0
         self._statistic: Statistic = train.router_aux_loss if train is not None else "sequence"
         self._records, self._replays = train is not None, replays

@@ -110,6 +110,11 @@ def test_an_update_of_sft_equals_one_made_with_transformers(models: Path) -> Non
     same(update, update.loss, gradient)
 
 
+def likes_7(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logprobs: torch.Tensor = model(ids).logits.log_softmax(-1)[..., 7]
+    return logprobs.sum()
+
+
 def test_saved_models_load_with_equal_outputs(models: Path) -> None:
     """Under names of checkpoints, which vLLM loads too."""
     one_rank()
@@ -119,7 +124,7 @@ def test_saved_models_load_with_equal_outputs(models: Path) -> None:
         engine = TrainEngine(model, recipe.train, learning_rate=0.1, total_updates=1, dtype="float32", accelerator="cpu")
         ids = torch.arange(5, 25)[None]
         before = model(ids).logits.detach()
-        engine.backward(engine.forward(lambda model: model(ids).logits.log_softmax(-1)[..., 7].sum()), last=True)
+        engine.backward(engine.forward(likes_7, ids), last=True)
         engine.step(1)
         engine.save_pretrained(models / "saved" / kind, tiny_tokenizer())
         after = AutoModelForCausalLM.from_pretrained(models / "saved" / kind)(ids).logits
