@@ -78,12 +78,12 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     check_offload(recipe)
     if recipe.lora is not None:
         check_targets(read_model_config("model.path", recipe.model.path), recipe.lora)
-    check_routers(read_model_config("model.path", recipe.model.path), recipe.train)
     tokenizer = load_tokenizer(recipe.model)
     kind = TASKS[recipe.method]
     task = kind.read(recipe, tokenizer)
     held_out = kind.read(task.recipe, tokenizer, recipe.data.eval_path) if recipe.data.eval_path else None
     _check_samples("model.path", recipe.model, [*task.samples, *(held_out.samples if held_out else ())])
+    check_routers(read_model_config("model.path", recipe.model.path), recipe.train)
     _check_losses(recipe, task, held_out)
     return task, held_out, tokenizer
 
