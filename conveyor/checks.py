@@ -120,7 +120,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     _check_attention(recipe)
     _check_heads(recipe)
     _check_lengths(recipe)
-    check_routers(read_model_config("model.path", recipe.model.path), recipe.train, recipe.rollout.routing_replay)
+    _check_experts(recipe)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     _check_rows_over_ranks(recipe)
     return functions
@@ -163,6 +163,12 @@ def _check_heads(recipe: OnlineRecipe) -> None:
         names = [name for file in files for name in _tensor_names(file)]
         if names and not any(name.startswith("score.") for name in names):
             raise UserError(f"{key}: {path} has no score layer, so its scores would be random; train a reward model from it first")
+
+
+def _check_experts(recipe: OnlineRecipe) -> None:
+    check_routers(read_model_config("model.path", recipe.model.path), recipe.train, recipe.rollout.routing_replay)
+    if recipe.rollout.routing_replay and available(recipe.ray).kind == "CPU":
+        raise UserError("rollout.routing_replay: vLLM tells the experts of its tokens on GPUs only, and here are none")
 
 
 def _check_writers(recipe: OnlineRecipe) -> None:

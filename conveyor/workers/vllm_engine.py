@@ -62,8 +62,6 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
         use_tqdm_on_load=False,
     )
     if rollout.routing_replay:
-        if current_platform.is_cpu():
-            raise UserError("rollout.routing_replay: vLLM tells the experts of its tokens on GPUs only")
         arguments["enable_return_routed_experts"] = True
     if current_platform.is_cpu():
         # A request that is prefilled in parts sets its seeded generator back, which generators on CPU cannot do. All running

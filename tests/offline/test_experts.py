@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
 from conveyor.config import OfflineRecipe, parse_recipe
+from conveyor.config.offline import Lora
 from conveyor.models.language_model import load_language_model
 from conveyor.models.train_engine import TrainEngine
+from conveyor.offline.run import read_task
+from conveyor.run_folder import RunFolder
+from conveyor.workers.fit import fit_here
 from tests.models.ranks import one_rank, spawn
 from tests.offline.conftest import first_updates, same
 from tests.tiny import save_tiny_moe, tiny_tokenizer
@@ -108,6 +113,26 @@ def test_an_update_of_sft_equals_one_made_with_transformers(models: Path) -> Non
     gradient = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     assert update.row["moe/aux_loss"] == pytest.approx(weighted / tokens, rel=1e-5)
     same(update, update.loss, gradient)
+
+
+def test_adapters_go_into_attention_and_merge(models: Path) -> None:
+    one_rank()
+    recipe = prepared("sft, ZeRO-3", models, 1)
+    recipe = recipe.model_copy(update={"lora": Lora(rank=2), "train": recipe.train.model_copy(update={"epochs": 1})})
+    task, held_out, tokenizer = read_task(recipe)
+    (row,) = fit_here((recipe, task, held_out, tokenizer, 0))
+    assert row["moe/aux_loss"] > 0
+    folder = RunFolder(recipe.output_dir)
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in load_file(folder.adapter / "adapter_model.safetensors")} == {
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    }  # fmt: skip
+    ids = torch.arange(5, 25)[None]
+    base = AutoModelForCausalLM.from_pretrained(models / "qwen3_moe")
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, str(folder.adapter))(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(folder.model)(ids).logits
+    assert (adapted - plain).abs().max() > 1e-3
+    torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=1e-5)
 
 
 def likes_7(model: Any, ids: torch.Tensor) -> torch.Tensor:

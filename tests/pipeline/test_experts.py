@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from conveyor.config import OnlineRecipe, parse_recipe
+from conveyor.checks import check_online
+from conveyor.config import OnlineRecipe, UserError, parse_recipe
 from conveyor.pipeline.parity import compare
 from conveyor.report.progress import read_metrics
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, Rollout
 from tests.pipeline import in_process
 from tests.pipeline.in_process import TorchEngine, run_in_process
-from tests.tiny import save_tiny_moe
+from tests.tiny import save_tiny_moe, save_tiny_policy
 
 PROMPTS = [Prompt(i, i, (1, 40 + i, 41 + i % 3), f"p{i}", columns={"answer": i % 3}) for i in range(8)]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo of a qwen3_moe": ("qwen3_moe", {"method": "grpo"}),
     "grpo of a mixtral, several updates": ("mixtral", {"method": "grpo", "train": {"train_batch_size": 4}}),
     "ppo of a mixtral": ("mixtral", {"method": "ppo", "algorithm": {"loss_aggregation": "sequence_mean"}}),
     "ppo of a qwen3_moe, whitened while it streams": ("qwen3_moe", {"method": "ppo", "algorithm": {"normalize": "streaming_exact"}}),
@@ -46,7 +46,7 @@ def recipe(models: Path, kind: str, folder: Path, settings: dict[str, Any], **pi
             "output_dir": str(folder),
             "seed": 5,
             "model": {"path": str(models / kind)},
-            "data": {"path": "unused", "apply_chat_template": False},
+            "data": {"path": "unused", "max_prompt_length": 32, "apply_chat_template": False},
             "rewards": [{"name": "vowels", "function": f"{models / 'rewards.py'}:vowels"}],
             **settings,
             "rollout": {"n_samples_per_prompt": 2, "max_response_length": 6, "max_concurrent_requests": 4, **settings.get("rollout", {})},
@@ -86,6 +86,14 @@ def test_the_balance_loss_moves_the_routers(models: Path, tmp_path: Path) -> Non
     ]
     assert compare(*of, 1e-4).gradient.relative > 1e-3
     assert "moe/aux_loss" not in read_metrics(of[0].metrics)[0] and "moe/expert_load_max" in read_metrics(of[0].metrics)[0]
+
+
+def test_settings_of_experts_are_refused_before_a_model_is_loaded(models: Path, tmp_path: Path) -> None:
+    save_tiny_policy(models / "dense")
+    with pytest.raises(UserError, match=r"^train.router_aux_loss_coef: a llama model has no routers of experts"):
+        check_online(recipe(models, "dense", tmp_path / "run", {"method": "grpo"}))
+    with pytest.raises(UserError, match=r"^rollout.routing_replay: vLLM tells the experts of its tokens on GPUs only"):
+        check_online(recipe(models, "mixtral", tmp_path / "run", {"method": "grpo", "rollout": {"routing_replay": True}}))
 
 
 class Telling(TorchEngine):
