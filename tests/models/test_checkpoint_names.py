@@ -19,6 +19,8 @@ def test_they_are_what_save_pretrained_writes(tmp_path: Path, kind: str) -> None
     assert len(found) == len(written) > len(list(model.parameters())), "none twice, and experts have become single"
     for name, tensor in found:
         assert torch.equal(tensor, written[name]), name
+    again = dict(CheckpointNames.of(str(folder)).convert(written.items()))
+    assert again.keys() == written.keys(), "weights out of a checkpoint, which rounds install, stay as they are"
 
 
 def test_one_parameter_is_held_at_a_time(tmp_path: Path) -> None:
