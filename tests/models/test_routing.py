@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, OlmoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -28,6 +29,7 @@ from conveyor.models.routing import (
     token_owners,
     watch,
 )
+from conveyor.models.zero import gather_whole
 from tests.tiny import save_tiny_moe, tiny_config, tiny_moe_config
 
 KINDS = ["qwen3_moe", "mixtral"]
@@ -186,6 +188,17 @@ def test_replayed_experts_are_those_that_compute(folder: Path) -> None:
             logits = plain(torch.tensor([sample])).logits[0, prompt - 1 : -1]
         wanted.append(logits.log_softmax(-1).gather(1, torch.tensor(sample[prompt:])[:, None])[:, 0][: int(MASK[len(wanted)].sum())])
     torch.testing.assert_close(replayed, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_of_any_class_are_gathered_whole() -> None:
+    """DeepSpeed knows some models' blocks by itself."""
+
+    class Block(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), Block(2, 2), nn.Linear(2, 2))
+    gather_whole([model[1]])
+    assert [z3_leaf_module(module) for module in model] == [False, True, False]
 
 
 def test_owners_are_those_of_the_places() -> None:

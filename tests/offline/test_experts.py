@@ -2,19 +2,22 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from deepspeed.utils import z3_leaf_module
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
-from conveyor.config import OfflineRecipe, parse_recipe
+from conveyor.config import OfflineRecipe, parse_recipe, sections
 from conveyor.config.offline import Lora
 from conveyor.models.language_model import load_language_model
+from conveyor.models.routing import expert_blocks
 from conveyor.models.train_engine import TrainEngine
+from conveyor.models.zero import loading
 from conveyor.offline.run import read_task
 from conveyor.run_folder import RunFolder
 from conveyor.workers.fit import fit_here
@@ -135,23 +138,25 @@ def test_adapters_go_into_attention_and_merge(models: Path) -> None:
     torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=1e-5)
 
 
-def likes_7(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logprobs: torch.Tensor = model(ids).logits.log_softmax(-1)[..., 7]
-    return logprobs.sum()
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(ids).logits
+    return logits
 
 
-def test_saved_models_load_with_equal_outputs(models: Path) -> None:
-    """Under names of checkpoints, which vLLM loads too."""
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_saved_models_load_with_equal_outputs(models: Path, kind: str, stage: Literal[0, 3]) -> None:
+    """Under the names that checkpoints have, which vLLM loads too. ZeRO-3 gathers blocks of experts as a whole."""
     one_rank()
-    for kind in ("qwen3_moe", "mixtral"):
-        recipe = prepared("sft, ZeRO-3" if kind == "qwen3_moe" else "sft of a mixtral, ZeRO-3", models, 1)
-        model = load_language_model(recipe.model)
-        engine = TrainEngine(model, recipe.train, learning_rate=0.1, total_updates=1, dtype="float32", accelerator="cpu")
-        ids = torch.arange(5, 25)[None]
-        before = model(ids).logits.detach()
-        engine.backward(engine.forward(likes_7, ids), last=True)
-        engine.step(1)
-        engine.save_pretrained(models / "saved" / kind, tiny_tokenizer())
-        after = AutoModelForCausalLM.from_pretrained(models / "saved" / kind)(ids).logits
-        assert torch.equal(after, model.eval()(ids).logits) and not torch.allclose(after, before, atol=1e-2)
-        assert load_file(models / "saved" / kind / "model.safetensors").keys() == load_file(models / kind / "model.safetensors").keys()
+    train, ids = sections.Train(zero_stage=stage), torch.arange(5, 25)[None]
+    with loading(train, "float32", "cpu"):
+        model = load_language_model(sections.Model(path=str(models / kind)))
+    engine = TrainEngine(model, train, learning_rate=0.1, total_updates=1, dtype="float32", accelerator="cpu")
+    assert len(expert_blocks(model)) == 2 and all(map(z3_leaf_module, expert_blocks(model)))
+    before = engine.forward(logits_of, ids)
+    engine.backward(before.log_softmax(-1)[..., 7].sum(), last=True)
+    engine.step(1)
+    engine.save_pretrained(models / "saved", tiny_tokenizer())
+    after = AutoModelForCausalLM.from_pretrained(models / "saved")(ids).logits
+    assert torch.equal(after, engine.forward(logits_of, ids)) and not torch.allclose(after, before, atol=1e-2)
+    assert load_file(models / "saved" / "model.safetensors").keys() == load_file(models / kind / "model.safetensors").keys()
