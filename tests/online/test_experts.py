@@ -50,8 +50,6 @@ def test_engines_say_what_the_trainers_weights_say(ray_session: None, kept: Kept
             assert row["moe/expert_load_min"] < 1 < row["moe/expert_load_max"] and row["moe/aux_loss"] >= 0.9
         saved = AutoModelForCausalLM.from_pretrained(finished.folder.model, dtype=torch.float32).eval()
         assert furthest(qwen, saved) < 1e-5
-    with rollout_engine(finished.folder.model) as fresh:
-        assert furthest(fresh, saved) < 1e-5, "vLLM loads the saved model"
 
 
 def go(recipe: Any, kept: KeptWorkers, engine: Any) -> Finished:
