@@ -22,6 +22,7 @@ from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.episodes.functions import load_rollout_function
 from conveyor.models.liger import check_liger
 from conveyor.models.rope import longest_positions
+from conveyor.models.routing import check_routers
 from conveyor.models.zero import check_nvme
 from conveyor.rewards.functions import GIVEN, check_columns, load_function
 from conveyor.run_folder import RunFolder
@@ -119,6 +120,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     _check_attention(recipe)
     _check_heads(recipe)
     _check_lengths(recipe)
+    _check_experts(recipe)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
     _check_rows_over_ranks(recipe)
     return functions
@@ -161,6 +163,12 @@ def _check_heads(recipe: OnlineRecipe) -> None:
         names = [name for file in files for name in _tensor_names(file)]
         if names and not any(name.startswith("score.") for name in names):
             raise UserError(f"{key}: {path} has no score layer, so its scores would be random; train a reward model from it first")
+
+
+def _check_experts(recipe: OnlineRecipe) -> None:
+    check_routers(read_model_config("model.path", recipe.model.path), recipe.train, recipe.rollout.routing_replay)
+    if recipe.rollout.routing_replay and available(recipe.ray).kind == "CPU":
+        raise UserError("rollout.routing_replay: vLLM tells the experts of its tokens on GPUs only, and here are none")
 
 
 def _check_writers(recipe: OnlineRecipe) -> None:

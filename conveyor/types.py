@@ -81,6 +81,9 @@ class Rollout:
     turns: int = 1
     columns: Mapping[str, Any] = field(default_factory=dict)
     """What the function that played the turns tells reward functions, beside (and before) the prompt's columns."""
+    experts: Tensor | None = None
+    """uint8 or uint16 [prompt + R − 1, layers, experts a token]: the experts that the engine sent each token to, the last one excepted,
+    which it never computed. None: it does not tell."""
     failure: str | None = None
     """Why the function that played the turns failed: the sample is left out of loss and baseline."""
 
@@ -148,10 +151,13 @@ class Tokens:
     """int64 [B]"""
     packed: bool
     """All samples are in one row."""
+    experts: Tensor | None = None
+    """int16 [rows · W, layers, K]: the experts that a token is to go to, −1: those its router chooses; None: they all are free."""
 
     def to(self, device: torch.device | str) -> Tokens:
         return Tokens(
-            self.input_ids.to(device), self.position_ids.to(device), self.starts.to(device), self.lengths.to(device), self.packed
+            self.input_ids.to(device), self.position_ids.to(device), self.starts.to(device), self.lengths.to(device), self.packed,
+            None if self.experts is None else self.experts.to(device),
         )  # fmt: skip
 
 

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -40,6 +48,29 @@ def tiny_config(**changes: object) -> LlamaConfig:
         tie_word_embeddings=False,
     )  # fmt: skip
     return LlamaConfig(**(settings | changes))
+
+
+_MOE_SIZES: dict[str, object] = dict(
+    vocab_size=264, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+    num_experts_per_tok=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    initializer_range=0.1,
+)  # fmt: skip
+"""Weights are large enough that routers prefer some experts clearly."""
+
+
+def tiny_moe_config(kind: str = "qwen3_moe", **changes: object) -> Qwen3MoeConfig | MixtralConfig:
+    """Of a mixture of experts of kind `qwen3_moe` (2 of 8 experts of 32) or `mixtral` (2 of 4 experts of 64)."""
+    if kind == "qwen3_moe":
+        own: dict[str, object] = dict(num_experts=8, moe_intermediate_size=32, intermediate_size=64, norm_topk_prob=True)
+        return Qwen3MoeConfig(**(_MOE_SIZES | own | changes))
+    return MixtralConfig(**(_MOE_SIZES | dict(num_local_experts=4, intermediate_size=64, sliding_window=None) | changes))
+
+
+def save_tiny_moe(folder: Path, kind: str = "qwen3_moe", seed: int = 0, **changes: object) -> Path:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(tiny_moe_config(kind, **changes)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def save_tiny_policy(folder: Path, seed: int = 0, **changes: object) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,24 @@ class Max:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """How unevenly experts were chosen: the largest, or the smallest, share of any expert of any layer, 1 being an equal one."""
+
+    counts: tuple[tuple[int, ...], ...]
+    """Layer by layer, how often each expert was chosen."""
+    extreme: Literal["max", "min"]
+
+    def __add__(self, other: Load) -> Load:
+        added = [tuple(map(sum, zip(mine, others, strict=True))) for mine, others in zip(self.counts, other.counts, strict=True)]
+        return Load(tuple(added), self.extreme)
+
+    @property
+    def value(self) -> float:
+        of_layers = [(max if self.extreme == "max" else min)(counts) * len(counts) / max(1, sum(counts)) for counts in self.counts]
+        return max(of_layers) if self.extreme == "max" else min(of_layers)
+
+
+@dataclass(frozen=True, slots=True)
 class Moments:
     """Count, sum and sum of squares of the advantages of tokens in the loss."""
 
@@ -50,7 +69,7 @@ class Moments:
         return Moments(self.count, self.total + self.count * by, squares, max(self.unshifted, self.squares))
 
 
-Metrics = dict[str, Mean | Max]
+Metrics = dict[str, Mean | Max | Load]
 """Metric name (design: `loss/policy`, `ratio/max`, …) → its mergeable value."""
 
 

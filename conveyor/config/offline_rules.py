@@ -104,6 +104,8 @@ def _loop(recipe: LoopRecipe) -> Broken:
         yield "data.eval_path", "with rounds.max_staleness 1 engines have no pause for it; evaluate rounds/round_N/train/model afterwards"
     if recipe.rollout.dynamic_sampling:
         yield "rollout.dynamic_sampling", "is of online methods"
+    if recipe.rollout.routing_replay:
+        yield "rollout.routing_replay", f"is of online methods: {recipe.method} trains on rows"
     if isinstance(recipe, RejectionSamplingRecipe) and recipe.select.keep > n:
         yield "select.keep", f"more than the {n} samples of a prompt"
     if isinstance(recipe, RsoRecipe) and not 2 <= recipe.select.accept <= n:

@@ -15,7 +15,7 @@ Broken = Iterator[tuple[str, str]]
 
 def broken_rules(recipe: OnlineRecipe, trains: bool = True) -> list[tuple[str, str]]:
     """(key, reason) for every rule between sections that the recipe breaks; of one that only samples, those that matter then."""
-    training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn)
+    training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn, _replay)
     of = (*(training if trains else ()), _group_fits, _placement, _evaluate)
     return [*(broken for rules in of for broken in rules(recipe)), *broken_reward_rules(recipe.rewards), *broken_score_rules(recipe.score)]
 
@@ -54,6 +54,14 @@ def _rollout(recipe: OnlineRecipe) -> Broken:
     if rollout.top_p < 1 or rollout.top_k not in (-1, 0):
         key = "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k"
         yield key, "samples would come from a truncated distribution, but the trainer computes log-probs of the full one; use 1.0 and -1"
+
+
+def _replay(recipe: OnlineRecipe) -> Broken:
+    if recipe.rollout.routing_replay:
+        if recipe.rollout.multi_turn is not None:
+            yield "rollout.routing_replay", "each turn of a sample is routed by itself; multi_turn samples cannot be replayed"
+        if recipe.pipeline.max_staleness and recipe.pipeline.in_flight_update:
+            yield "rollout.routing_replay", "a sample must see one version of the routers: use pipeline.in_flight_update: false"
 
 
 def _group_fits(recipe: OnlineRecipe) -> Broken:

@@ -120,6 +120,11 @@ class Rollout(Section):
     dtype: DType | None = Field(None, description="the engine's weights; default: model.dtype")
     enforce_eager: Flag | None = Field(None, description="no graph capture; default: on CPU only")
     enable_prefix_caching: Flag = Field(True, description="share the prompt's KV cache within a group")
+    routing_replay: Flag = Field(
+        False,
+        description="mixtures of experts: the engine tells which experts each token went to, and training sends it to the same "
+        "(engines on GPU)",
+    )
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed through")
 
 
@@ -210,6 +215,15 @@ class Train(Section):
         description="most tokens of one forward/backward on one device, shared out evenly over the ranks; larger micro-batches are cut",
     )
     sequence_parallel_size: PositiveInt = Field(1, description="neighbouring ranks that share each row of tokens (Ulysses)")
+    router_aux_loss_coef: PositiveFloat | None = Field(
+        None,
+        description="mixtures of experts: weight of the loss that keeps experts equally busy; null: off, whatever the model's config says",
+    )
+    router_aux_loss: Literal["sequence", "micro_batch"] = Field(
+        "sequence",
+        description="what that loss counts over: each sample by itself (DeepSeek-V3), or a device's micro-batch (Switch), where the result "
+        "depends on how samples are cut into micro-batches",
+    )
 
     @property
     def row_tokens(self) -> int | None:

@@ -20,6 +20,8 @@ def broken_train_rules(recipe: Common, sample: int, together: int = 1) -> Iterat
     if train.row_tokens is not None and train.row_tokens < longest:
         what = "what is computed together" if together > 1 else "a sample"
         yield "train.max_tokens_per_micro_batch", f"{what} may have {longest} tokens, and is never cut"
+    if train.router_aux_loss != "sequence" and train.router_aux_loss_coef is None:
+        yield "train.router_aux_loss", "says how the loss of train.router_aux_loss_coef counts, which is off"
     if train.sequence_parallel_size > 1 and (model.attention != "sdpa" or not model.remove_padding):
         yield "train.sequence_parallel_size", "rows that are cut over ranks need model.attention sdpa and model.remove_padding"
 

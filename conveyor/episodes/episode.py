@@ -29,6 +29,8 @@ class Sampled:
     versions: Tensor
     """int32 [K]"""
     finish_reason: Literal["stop", "length"]
+    experts: Tensor | None = None
+    """[prompt + K − 1, layers, experts a token]: where each token went, the last sampled one excepted; None: the engine does not tell."""
 
 
 @dataclass(slots=True, eq=False)

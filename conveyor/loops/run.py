@@ -24,6 +24,7 @@ from conveyor.loops.engines import LoopEngines, as_sampling, engines_stay
 from conveyor.loops.fitting import offline_recipe
 from conveyor.loops.rounds import Loop
 from conveyor.models.adapters import check_targets
+from conveyor.models.routing import check_routers
 from conveyor.offline.run import check_devices
 from conveyor.report.progress import MetricsLog, RunProgress, read_metrics
 from conveyor.run_folder import RunFolder, complete_or_absent
@@ -49,6 +50,7 @@ def check_loop(recipe: LoopRecipe) -> tuple[PromptOrder, list[Prompt]]:
     check_devices(inner)
     if inner.lora is not None:
         check_targets(read_model_config("model.path", recipe.model.path), inner.lora)
+    check_routers(read_model_config("model.path", recipe.model.path), inner.train)
     if recipe.devices is not None and engines_stay(recipe):
         check_asked(recipe.devices, available(recipe.ray))
     if recipe.rounds.max_staleness and not engines_stay(recipe):

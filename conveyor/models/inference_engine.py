@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from conveyor.models.callee import Callee
-from conveyor.models.zero import BYTES_AT_A_TIME, full_size, offloading, quiet, start_deepspeed, whole
+from conveyor.models.routing import expert_blocks
+from conveyor.models.zero import BYTES_AT_A_TIME, full_size, gather_whole, offloading, quiet, start_deepspeed, whole
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +59,7 @@ class InferenceEngine:
             "zero_optimization": {"stage": 3, "overlap_comm": accelerator == "cuda"}
             | offloading(accelerator, parameters=offload_parameters, nvme_path=nvme_path),
         }
+        gather_whole(expert_blocks(module))
         with quiet():
             self._engine = deepspeed.initialize(model=Callee(module), config=config)[0]
         self._engine.eval()

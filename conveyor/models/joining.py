@@ -11,12 +11,13 @@ The mask of the response space is True where the policy sampled; tools' and envi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from conveyor.data.packing import lay_out
+from conveyor.models.routing import place_experts
 from conveyor.types import Rollout, Tokens
 
 
@@ -42,6 +43,7 @@ class Joined:
 def join(rollouts: Sequence[Rollout], packed: bool) -> Joined:
     """The samples, in their order. `packed`: in one row."""
     tokens = lay_out([(*rollout.prompt.token_ids, *rollout.response_ids.tolist()) for rollout in rollouts], packed)
+    tokens = replace(tokens, experts=place_experts(tokens, [rollout.experts for rollout in rollouts]))
     response_mask = torch.nn.utils.rnn.pad_sequence([rollout.sampled_mask for rollout in rollouts], batch_first=True)
     return Joined(tokens, torch.tensor([len(rollout.prompt.token_ids) for rollout in rollouts]), response_mask)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from conveyor.models.attention import PACKED, attention_arguments, can_pack, pac
 from conveyor.models.float32_head import float32_logits
 from conveyor.models.liger import apply_liger
 from conveyor.models.rope import rope_parameters
+from conveyor.models.routing import routing_of
 from conveyor.models.sequence_parallel import parallel_of
 from conveyor.types import Tokens
 
@@ -100,7 +102,7 @@ def load_language_model(model: sections.Model) -> PreTrainedModel:
 def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`auto_class.from_pretrained` with a recipe's settings → (model, transformers' loading info).
 
-    Dropout is off: log-probs of the same weights are to be the same wherever they are computed.
+    Dropout and routers' noise are off: log-probs of the same weights are to be the same wherever they are computed.
     """
     from transformers.utils import logging
 
@@ -119,7 +121,7 @@ def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> 
         logging.set_verbosity(verbosity)
     if model.attention == "sdpa" and model.remove_padding and can_pack(type(loaded), loaded.config):
         loaded.set_attn_implementation(PACKED)
-    _remove_dropout(loaded)
+    _remove_noise(loaded)
     apply_liger(loaded, model.liger)
     loaded.eval()
     if model.gradient_checkpointing:
@@ -128,12 +130,13 @@ def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> 
     return loaded, info
 
 
-def _remove_dropout(model: PreTrainedModel) -> None:
+def _remove_noise(model: PreTrainedModel) -> None:
+    """Dropout, and the noise that routers of experts see in training."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):
+            if ("dropout" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 
@@ -152,7 +155,9 @@ def read_states(
     parallel = parallel_of(model)
     shard, first = (tokens, 0) if parallel is None else parallel.cut(tokens)
     of_row = attention_arguments(model, shard.lengths.tolist(), places.device, parallel) if tokens.packed and packs(model) else {}
-    outputs = model.base_model(input_ids=shard.input_ids, position_ids=shard.position_ids, use_cache=False, **of_row)
+    routing = routing_of(model)
+    with nullcontext() if routing is None else routing.watched(tokens, first, shard.input_ids.numel(), parallel):
+        outputs = model.base_model(input_ids=shard.input_ids, position_ids=shard.position_ids, use_cache=False, **of_row)
     hidden = outputs.last_hidden_state.flatten(0, 1)
     if parallel is None:
         return read(hidden[places], torch.arange(len(places), device=places.device))

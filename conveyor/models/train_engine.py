@@ -26,7 +26,8 @@ from conveyor.config import sections
 from conveyor.models.adapters import is_adapted, merged
 from conveyor.models.apart import ApartGradients, linear
 from conveyor.models.callee import Callee
-from conveyor.models.zero import full_size, offloading, quiet, start_deepspeed, whole
+from conveyor.models.routing import expert_blocks
+from conveyor.models.zero import full_size, gather_whole, offloading, quiet, start_deepspeed, whole
 from conveyor.run_folder import complete_or_absent
 from conveyor.workers.reports import StepReport
 
@@ -77,6 +78,8 @@ class TrainEngine:
             lr=learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay, fused=True,
         )  # fmt: skip
         config = _deepspeed_config(module, train, self._stage, dtype, accelerator)
+        if self._stage == 3:
+            gather_whole(expert_blocks(module))
         with quiet():
             self._engine = deepspeed.initialize(model=Callee(module), optimizer=self._optimizer, config=config)[0]
         self._engine.set_gradient_accumulation_boundary(False)

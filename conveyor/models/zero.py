@@ -136,6 +136,16 @@ def whole(parameters: Iterable[nn.Parameter], write: bool = False) -> contextlib
     return gathered
 
 
+def gather_whole(blocks: Iterable[nn.Module]) -> None:
+    """Have ZeRO-3 gather each of these modules at once when it is called: blocks of experts, of which every rank's tokens go to others.
+    Ranks that gathered one expert after the other, each its own, would wait for each other forever. DeepSpeed knows some models' blocks
+    by itself."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    for block in blocks:
+        set_z3_leaf_modules(block, [type(block)])
+
+
 def quiet() -> contextlib.AbstractContextManager[Any]:
     """DeepSpeed and transformers print progress that means nothing to a user."""
     return contextlib.redirect_stdout(io.StringIO())

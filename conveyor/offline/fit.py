@@ -25,6 +25,7 @@ from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.balance import micro_batches
 from conveyor.data.order import EpochOrder
 from conveyor.models.adapters import add_adapter, write_adapter
+from conveyor.models.routing import routing_of, watch
 from conveyor.models.sample_logprobs import sample_logprobs
 from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
@@ -63,6 +64,7 @@ def fit(
     with loading(recipe.train, recipe.model.dtype, accelerator):
         model = task.load_model()
     parallelize(model, recipe.train.sequence_parallel_size)
+    watch(model, recipe.train)
     if recipe.lora is not None:
         add_adapter(model, recipe.lora)
     engine = TrainEngine(model, recipe.train, learning_rate=recipe.train.learning_rate, total_updates=len(order),
@@ -156,7 +158,12 @@ class Trainer:
         return task.context(numbers, logprobs, self.state)
 
     def _loss(self, task: Task, numbers: Sequence[int], context: Any) -> tuple[torch.Tensor, Metrics]:
-        return task.loss(self.engine.forward(task.outputs, numbers), numbers, context)
+        loss, metrics = task.loss(self.engine.forward(task.outputs, numbers), numbers, context)
+        routing = routing_of(self.engine.model)
+        if routing is None:
+            return loss, metrics
+        balance, measured = routing.balance(task.sample_weights(numbers, routing.samples))
+        return loss if balance is None else loss + balance, metrics | measured
 
     def _shares(self, task: Task, numbers: Sequence[int]) -> list[Sequence[int]]:
         """This rank's items of each micro-batch; of about one length, so that little is padded where there is padding."""

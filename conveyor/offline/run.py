@@ -17,6 +17,7 @@ from conveyor.data.samples import Sample
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.models.adapters import check_targets
 from conveyor.models.rope import longest_positions
+from conveyor.models.routing import check_routers
 from conveyor.offline.dpo import DpoTask
 from conveyor.offline.fit import MetricsRow, epoch_order
 from conveyor.offline.reward_model import ProcessRewardModelTask, RewardModelTask
@@ -82,6 +83,7 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     task = kind.read(recipe, tokenizer)
     held_out = kind.read(task.recipe, tokenizer, recipe.data.eval_path) if recipe.data.eval_path else None
     _check_samples("model.path", recipe.model, [*task.samples, *(held_out.samples if held_out else ())])
+    check_routers(read_model_config("model.path", recipe.model.path), recipe.train)
     _check_losses(recipe, task, held_out)
     return task, held_out, tokenizer
 

@@ -51,6 +51,9 @@ class SupervisedTask(Task):
     def denominator(self, numbers: Sequence[int]) -> int:
         return sum(weighted.sample.loss_tokens for number in numbers for weighted in self.items[number])
 
+    def sample_weights(self, numbers: Sequence[int], samples: int) -> Tensor:
+        return torch.tensor([float(weighted.sample.loss_tokens) for number in numbers for weighted in self.items[number]])
+
     def tokens(self, number: int) -> int:
         return sum(len(weighted.sample.ids) for weighted in self.items[number])
 

@@ -60,6 +60,12 @@ class Task(ABC):
     def denominator(self, numbers: Sequence[int]) -> int:
         """What the summed loss of these items is divided by: loss tokens, pairs, completions."""
 
+    def sample_weights(self, numbers: Sequence[int], samples: int) -> Tensor:
+        """float32 [samples]: the part that each sample of these items' forward pass, in its order, has in their denominator."""
+        of_items, sides = torch.tensor([float(self.denominator([number])) for number in numbers]), samples // len(numbers)
+        assert samples == sides * len(numbers), f"{samples} samples of {len(numbers)} items"
+        return (of_items / sides).repeat(sides)
+
     @abstractmethod
     def tokens(self, number: int) -> int:
         """Tokens of an item in the forward pass, padding not counted."""

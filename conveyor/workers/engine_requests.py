@@ -6,7 +6,8 @@ One thread calls everything here, so requests join and leave without locks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from conveyor.config import sections
 from conveyor.episodes.episode import Sampled
+from conveyor.models.checkpoint_names import CheckpointNames
 from conveyor.workers.reports import Publication
-from conveyor.workers.vllm_engine import repack_tied_head
+from conveyor.workers.vllm_engine import expect_experts, repack_tied_head
 from conveyor.workers.weight_sync import checked, read
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ class EngineRequests:
         self._settings = settings
         self._running: dict[str, _Request] = {}
         self._count = 0
+
+    @cached_property
+    def _names(self) -> CheckpointNames:
+        """Published weights have transformers' own names, vLLM loads those of checkpoints."""
+        return CheckpointNames.of(self._engine.model_config.model)
 
     def __bool__(self) -> bool:
         """Whether there is anything to sample."""
@@ -86,12 +93,14 @@ class EngineRequests:
             assert completion.finish_reason in ("stop", "length"), f"request ended with {completion.finish_reason}"
             reason: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
             request = self._running.pop(output.request_id)
-            request.done(_sampled(request, completion.token_ids, completion.logprobs, reason))
+            experts = None if completion.routed_experts is None else torch.from_numpy(completion.routed_experts)
+            request.done(replace(_sampled(request, completion.token_ids, completion.logprobs, reason), experts=experts))
 
     def install(self, publication: Publication) -> tuple[str, ...]:
         """New weights for every token from here on. Returns the names of tensors that were damaged on the way."""
         mismatched: list[str] = []
-        weights = checked(read(publication), publication.checksums, mismatched)
+        weights = self._names.convert(checked(read(publication), publication.checksums, mismatched))
+        self._engine.collective_rpc(expect_experts)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._engine.collective_rpc(repack_tied_head)
         # Running requests are preempted and start again with a prefill of all their tokens so far.

@@ -295,7 +295,7 @@ class RolloutWorker:
         def finished(turn: Sampled) -> None:
             text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
             ids = torch.tensor(turn.token_ids, dtype=torch.int64)
-            done(Rollout(prompt, sample, ids, turn.logprobs, turn.versions, turn.finish_reason, text))
+            done(Rollout(prompt, sample, ids, turn.logprobs, turn.versions, turn.finish_reason, text, experts=turn.experts))
 
         seed = sample_seed(self._seed, prompt.index, sample)
         ids = prompt.sampling_ids or prompt.token_ids

@@ -37,6 +37,7 @@ from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.joining import join, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.process_scores import process_scores
+from conveyor.models.routing import watch
 from conveyor.models.scalar_model import load_critic, load_scalar_model, response_values, sequence_scores
 from conveyor.models.zero import offloading, partitioning
 from conveyor.types import PartialScores, Rollout
@@ -159,7 +160,9 @@ class ScoreWorker:
         if role == "reference":
             return load_language_model(recipe.reference or recipe.model)
         if role == "policy_snapshot":
-            return load_language_model(recipe.model)
+            snapshot = load_language_model(recipe.model)
+            watch(snapshot, None, recipe.rollout.routing_replay)
+            return snapshot
         if role == "critic_snapshot":
             return load_critic(recipe)
         assert reward is not None and reward.model is not None, role

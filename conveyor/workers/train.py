@@ -24,14 +24,16 @@ from torch import Tensor
 from torch import distributed as dist
 
 from conveyor.algorithms.advantages import moments, whiten
+from conveyor.algorithms.expert_balance import sample_weights
 from conveyor.algorithms.losses import value_loss
 from conveyor.algorithms.metrics import Mean, Metrics, Moments, merge
-from conveyor.algorithms.objective import actor_losses, pair_losses, streaming_coefficients
+from conveyor.algorithms.objective import ActorLosses, actor_losses, pair_losses, streaming_coefficients
 from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.models.attention import packs
 from conveyor.models.batch import merge_scores
 from conveyor.models.language_model import load_language_model, response_logprobs
+from conveyor.models.routing import routing_of, watch
 from conveyor.models.scalar_model import load_critic, response_values
 from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
@@ -119,6 +121,8 @@ class TrainWorker:
         with loading(train, section.dtype, accelerator):
             model = load_language_model(section) if role == "actor" else load_critic(recipe)
         parallelize(model, train.sequence_parallel_size)
+        if role == "actor":
+            watch(model, train, recipe.rollout.routing_replay)
         return TrainEngine(
             model,
             train,
@@ -201,35 +205,45 @@ class TrainWorker:
         arguments = (batch.tokens, batch.prompt_lengths, batch.response_mask, self._recipe.rollout.temperature)
         settings = {"entropy_grad": algorithm.entropy_coef > 0}
         if algorithm.normalize == "streaming_exact":
-            metrics.update(self._pass_apart(engine, arguments, settings, batch, advantages, prepared.settings.kl_coef))
+            metrics.update(self._pass_apart(part, arguments, settings, batch, advantages, prepared.settings.kl_coef))
             return
         logprobs, entropy = engine.forward(response_logprobs, *arguments, **settings)
+        signs = None
         if algorithm.policy_loss == "dpo":
             signs = torch.where(batch.response_mask, advantages, 0.0).sum(1).sign()
             losses = pair_losses(logprobs, entropy, batch, signs, part.groups.to(engine.device), algorithm)
         else:
             losses = actor_losses(logprobs, entropy, batch, advantages, algorithm, self._recipe.importance_cap, prepared.settings.kl_coef)
-        engine.backward(losses.policy + losses.other, last=last)
+        engine.backward(losses.policy + self._other(losses, part, batch, signs), last=last)
         metrics.update(losses.metrics)
 
-    def _pass_apart(
-        self, engine: TrainEngine, arguments: Any, settings: Any, batch: TrainBatch, advantages: Tensor, kl_coef: float
-    ) -> Metrics:
+    def _pass_apart(self, part: Part, arguments: Any, settings: Any, batch: TrainBatch, advantages: Tensor, kl_coef: float) -> Metrics:
         """`streaming_exact`: the gradients of the parts of the loss are kept apart."""
-        algorithm, cap = self._recipe.algorithm, self._recipe.importance_cap
+        engine, algorithm, cap = self._engines["actor"], self._recipe.algorithm, self._recipe.importance_cap
         if self._centre is None and batch.loss_mask.any():
             self._centre = advantages[batch.loss_mask].mean().item()
         centre = self._centre or 0.0
         logprobs, entropy = engine.forward_apart(response_logprobs, *arguments, **settings)
         losses = actor_losses(logprobs, entropy, batch, advantages - centre, algorithm, cap, kl_coef)
         ones = actor_losses(logprobs, entropy, batch, torch.ones_like(advantages), algorithm, cap, kl_coef)
-        apart = {"advantages": losses.policy, "ones": ones.policy} | ({"other": losses.other} if losses.other.requires_grad else {})
+        other = self._other(losses, part, batch, None)
+        apart = {"advantages": losses.policy, "ones": ones.policy} | ({"other": other} if other.requires_grad else {})
         engine.backward_apart(apart)
         policy, of_ones = losses.metrics["loss/policy"], ones.metrics["loss/policy"]
         assert isinstance(policy, Mean) and isinstance(of_ones, Mean)
         # Of the advantages as they are: the loss is linear in them too, and ranks have centres of their own.
         losses.metrics["loss/policy"] = Mean(policy.total + centre * of_ones.total, policy.count)
         return losses.metrics | {"loss/policy_ones": of_ones}
+
+    def _other(self, losses: ActorLosses, part: Part, batch: TrainBatch, signs: Tensor | None) -> Tensor:
+        """The losses beside the policy's, with that of the experts' balance; adds to the metrics. `signs`: of pairs."""
+        recipe, routing = self._recipe, routing_of(self._engines["actor"].model)
+        if routing is None:
+            return losses.other
+        weights = sample_weights(batch.loss_mask, recipe.algorithm.loss_aggregation, recipe.rollout.max_response_length, signs)
+        balance, measured = routing.balance(weights if part.samples else torch.zeros_like(weights))
+        losses.metrics.update(measured)
+        return losses.other if balance is None else losses.other + balance
 
     # ── an update, a step ────────────────────────────────────────────────────────────────────────
 

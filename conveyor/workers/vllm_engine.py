@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine needs it: its environment, its arguments, and one repair after new weights."""
+"""vLLM as a rollout engine needs it: its environment, its arguments, and repairs around new weights."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    if rollout.routing_replay:
+        arguments["enable_return_routed_experts"] = True
     if current_platform.is_cpu():
         # A request that is prefilled in parts sets its seeded generator back, which generators on CPU cannot do. All running
         # requests are prefilled anew after an install.
@@ -71,6 +73,19 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
         arguments["hf_overrides"] = overrides
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     return engine, AutoTokenizer.from_pretrained(tokenizer)
+
+
+def expect_experts(worker: Any) -> None:
+    """Before new weights: vLLM packs the experts of a CPU layer for its kernel when it sets the kernel up, and only then, so that a
+    reload would leave them in a form that the kernel reads as other numbers. A layer without kernel has it set up anew."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in worker.get_model().modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
 
 
 def repack_tied_head(worker: Any) -> None:

@@ -46,6 +46,11 @@ OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (offline("sft", train={"max_tokens_per_micro_batch": 1000}), "train.max_tokens_per_micro_batch: a sample may have 1024 tokens"),
     (loop("rso", score={"zero_stage": 3, "offload_parameters": "nvme"}), "score.nvme_path: names the folder on a local drive"),
+    (
+        loop("rejection_sampling", rollout={"n_samples_per_prompt": 4, "routing_replay": True}),
+        "rollout.routing_replay: is of online methods: rejection_sampling trains on rows",
+    ),
+    (offline("sft", train={"router_aux_loss": "micro_batch"}), "train.router_aux_loss: says how the loss of train.router_aux_loss_coef"),
     # pairs
     (dpo(loss="simpo", length_normalize=False), "dpo.length_normalize: simpo is defined on length-averaged log-probs"),
     (dpo(loss="hinge", label_smoothing=0.1), "dpo.label_smoothing: hinge knows no wrong labels; only sigmoid, robust"),

@@ -67,6 +67,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rewards": [{"name": "a", "model": "x"}, {"name": "a", "model": "y"}]}, "rewards: two rewards are named a"),
     ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt: group_norm compares"),
     ({"rollout": {"top_p": 0.9}}, "rollout.top_p: samples would come from a truncated distribution"),
+    ({"train": {"router_aux_loss": "micro_batch"}}, "train.router_aux_loss: says how the loss of train.router_aux_loss_coef counts"),
+    (
+        {"rollout": {"routing_replay": True, "multi_turn": {"function": "play.py:play"}}},
+        "rollout.routing_replay: each turn of a sample is routed by itself",
+    ),
+    ({"rollout": {"routing_replay": True}, "pipeline": {"max_staleness": 1}}, "rollout.routing_replay: a sample must see one version"),
     ({"rollout": {"top_k": 20}}, "rollout.top_k: samples would come from a truncated distribution"),
     ({"train": {"train_batch_size": 12}}, "train.train_batch_size: must be a multiple of rollout.n_samples_per_prompt (8)"),
     ({"train": {"train_batch_size": 512}}, "train.train_batch_size: 512 samples are more than a step has (256)"),
