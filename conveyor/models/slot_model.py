@@ -130,12 +130,15 @@ class SlotModel:
             self.model(input_ids=torch.tensor([sequence], device=self.model.device), use_cache=False).logits[0, -1].float()
             for sequence in sequences
         ]
-        self.fill([sequence[:-2] or sequence[:1] for sequence in sequences], range(len(sequences)))
-        for ahead in (2, 1):
-            tokens, positions = [sequence[-ahead] for sequence in sequences], [len(sequence) - ahead for sequence in sequences]
-            found = self.decode(tokens, positions)
-        self.clear()
         right = torch.stack(alone)
+        try:
+            self.fill([sequence[:-2] or sequence[:1] for sequence in sequences], range(len(sequences)))
+            for ahead in (2, 1):
+                found = self.decode([sequence[-ahead] for sequence in sequences], [len(sequence) - ahead for sequence in sequences])
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"rollout.engine: transformers cannot continue {name} in batches ({reason}); use vllm") from error
+        self.clear()
         wrong = (found - right).abs().max() / right.std().clamp(min=1e-6)
         if not wrong < (1e-3 if self.model.dtype == torch.float32 else 0.3):
             raise UserError(f"rollout.engine: transformers continues {name} wrongly in batches; use vllm")

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from conveyor.config import RunError, sections
+from conveyor.config import RunError, UserError, sections
 from conveyor.data.stop_strings import StopSearch
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.episodes.episode import Sampled
@@ -61,12 +61,23 @@ class TransformersEngine:
     def __init__(
         self, model: SlotModel, tokenizer: PreTrainedTokenizerBase, settings: sections.Rollout, max_model_len: int | None = None
     ) -> None:
-        """`max_model_len`: longest prompt + response in tokens; default: the model's own limit."""
+        """`max_model_len`: longest prompt + response in tokens; default: the model's own limit.
+
+        Raises:
+            UserError: the model's places depend on the longest sample of the batch, and samples may be that long.
+        """
         self.version = 0
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._whole = WholeModel(model.model, model.model.device)
         config = model.model.config.get_text_config()
         self._longest = max_model_len or getattr(config, "max_position_embeddings", None)
+        rotary = getattr(config, "rope_parameters", None) or {}
+        short = rotary.get("original_max_position_embeddings")
+        if rotary.get("rope_type") == "longrope" and self._longest is not None and short is not None and self._longest > short:
+            raise UserError(
+                f"rollout.engine: with samples of up to {self._longest} tokens, more than {short}, the model's longrope embeddings would make "
+                "samples of one batch depend on each other; use vllm, or lower max_prompt_length and max_response_length"
+            )
         self._ends = _end_tokens(model, tokenizer)
         self._rows: list[_Request] = []
         """By slot."""
