@@ -20,7 +20,7 @@ NAME = "sdpa_slots"
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """query [n, heads, 1, D], key and value [n, heads / G, T, D], mask bool [n, 1, 1, T] → [n, 1, heads, D]; other shapes as `sdpa` does."""
+    """query [n, heads, 1, D], key and value [n, heads / G, T, D], mask bool [n, 1, 1, T] → [n, 1, heads, D]; other shapes as `sdpa`."""
     rows, heads, queries, size = query.shape
     if queries > 1 or attention_mask is None or key.shape[1] == heads or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

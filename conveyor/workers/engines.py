@@ -23,9 +23,7 @@ def prepare_process(rollout: sections.Rollout, cores: tuple[int, ...] | None) ->
         torch.set_num_threads(len(cores))
 
 
-def start(
-    model: sections.Model, rollout: sections.Rollout, max_model_len: int | None, cores: tuple[int, ...] | None
-) -> tuple[Engine, Any]:
+def start(model: sections.Model, rollout: sections.Rollout, max_model_len: int | None, cores: tuple[int, ...] | None) -> tuple[Engine, Any]:
     """The engine, of version 0, and its tokenizer; vLLM is imported only where the recipe names it."""
     if rollout.engine == "transformers":
         return start_transformers_engine(model, rollout, max_model_len, torch.device("cuda" if cores is None else "cpu"))

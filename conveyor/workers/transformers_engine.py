@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -75,8 +75,8 @@ class TransformersEngine:
         short = rotary.get("original_max_position_embeddings")
         if rotary.get("rope_type") == "longrope" and self._longest is not None and short is not None and self._longest > short:
             raise UserError(
-                f"rollout.engine: with samples of up to {self._longest} tokens, more than {short}, the model's longrope embeddings would make "
-                "samples of one batch depend on each other; use vllm, or lower max_prompt_length and max_response_length"
+                f"rollout.engine: with samples of up to {self._longest} tokens, more than {short}, the model's longrope embeddings would "
+                "make samples of one batch depend on each other; use vllm, or lower max_prompt_length and max_response_length"
             )
         self._ends = _end_tokens(model, tokenizer)
         self._rows: list[_Request] = []
@@ -219,6 +219,7 @@ def start_transformers_engine(
     """
     attention = rollout.engine_args.get("attn_implementation", "sdpa")
     own = {"dtype": rollout.dtype or model.dtype, "attention": attention, "gradient_checkpointing": False}
-    loaded = load_language_model(model.model_copy(update=own)).to(device).requires_grad_(False)
+    loaded: Any = load_language_model(model.model_copy(update=own))
+    loaded = loaded.to(device).requires_grad_(False)
     tokenizer = load_tokenizer(model)
     return TransformersEngine(SlotModel(loaded, model.path), tokenizer, rollout, max_model_len), tokenizer

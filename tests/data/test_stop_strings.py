@@ -31,7 +31,10 @@ def test_a_character_of_several_tokens_counts_when_it_is_whole() -> None:
 
 
 def test_special_tokens_have_no_text() -> None:
-    assert first_end([*TOKENIZER("st", add_special_tokens=False).input_ids, 3, *TOKENIZER("op", add_special_tokens=False).input_ids], ["stop"]) == 4
+    assert (
+        first_end([*TOKENIZER("st", add_special_tokens=False).input_ids, 3, *TOKENIZER("op", add_special_tokens=False).input_ids], ["stop"])
+        == 4
+    )
     assert first_end([1, 2], ["</s>"]) is None
 
 

@@ -25,9 +25,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "a window that is off": lambda: transformers.Qwen2Config(**BASE, use_sliding_window=False, sliding_window=8),
     "capped logits": lambda: transformers.Gemma2Config(**BASE, head_dim=16, sliding_window=8),
     "learnt places": lambda: transformers.GPT2Config(vocab_size=264, n_embd=64, n_layer=2, n_head=4, n_positions=256, eos_token_id=2),
-    "experts": lambda: transformers.Qwen3MoeConfig(
-        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-    ),
+    "experts": lambda: transformers.Qwen3MoeConfig(**BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 
 
@@ -105,10 +103,10 @@ def test_nothing_of_earlier_weights_is_left() -> None:
 
 
 def test_models_that_remember_otherwise_are_refused() -> None:
-    with pytest.raises(UserError, match="rollout.engine: transformers serves no model with linear_attention layers, as jamba has"):
+    with pytest.raises(UserError, match=r"rollout.engine: transformers serves no model with linear_attention layers, as jamba has"):
         SlotModel(made(transformers.JambaConfig(**BASE)), "jamba")
     bloom = transformers.BloomConfig(vocab_size=264, hidden_size=64, n_layer=2, n_head=4)
-    with pytest.raises(UserError, match="rollout.engine: transformers cannot continue bloom in batches"):
+    with pytest.raises(UserError, match=r"rollout.engine: transformers cannot continue bloom in batches"):
         SlotModel(made(bloom, "eager"), "bloom")
 
 
@@ -121,5 +119,5 @@ def test_a_model_with_places_of_its_own_is_refused(monkeypatch: pytest.MonkeyPat
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", ignorant)
-    with pytest.raises(UserError, match="rollout.engine: transformers continues llama wrongly in batches"):
+    with pytest.raises(UserError, match=r"rollout.engine: transformers continues llama wrongly in batches"):
         SlotModel(model, "llama")

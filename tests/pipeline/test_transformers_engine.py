@@ -1,4 +1,4 @@
-"""Whole runs with `rollout.engine: transformers`: samples join and leave its batches as the schedule has it, and nothing depends on that."""
+"""Whole runs with `rollout.engine: transformers`: samples join and leave its batches at any time, and nothing depends on that."""
 
 from __future__ import annotations
 

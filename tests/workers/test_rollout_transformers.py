@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from conveyor.config import sections
 from conveyor.models.language_model import load_language_model
@@ -24,7 +23,7 @@ from conveyor.workers.rollout import RolloutError, RolloutWorker
 from conveyor.workers.weight_sync import publish
 from tests.conftest import ENGINE_MODEL_LENGTH, ENGINE_ROLLOUT, ENGINE_SEED
 from tests.workers.conftest import MULTI_TURN
-from tests.workers.test_rollout import call, changed, prompt, same, transformers_logprobs
+from tests.workers.test_rollout import call, prompt, same, transformers_logprobs
 from tests.workers.test_rollout_turns import check_logprobs, model_of, playing_prompt
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +31,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def here() -> Iterator[None]:
-    """Workers in this process: they choose its cores, and read weights from no object store."""
+    """Workers in this process, of which they choose the cores."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    with patch("ray.get", lambda bucket: bucket):
-        yield
+    yield
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(threads)
 
@@ -56,7 +54,8 @@ def start(policy: Path, **changes: Any) -> RolloutWorker:
 def install(worker: RolloutWorker, model: torch.nn.Module, version: int) -> InstallReport:
     publication = publish(model.named_parameters(), version, "actor", verify=True, put=lambda bucket: bucket)
     assert publication is not None
-    return worker.install(publication)
+    with patch("ray.get", lambda bucket: bucket):  # there is no object store
+        return worker.install(publication)
 
 
 def leaving(worker: RolloutWorker, count: int) -> list[tuple[SampleDone | EvaluationAborted, Rollout | None]]:
@@ -100,7 +99,9 @@ def test_an_evaluation_gives_way_to_an_install_and_training_samples_do_not(worke
     worker.evaluate(prompt(-6, 20), 1, 0)  # too late: the engine holds version 1
     found = leaving(worker, 29)
     aborted = {item.id for item, _ in found if isinstance(item, EvaluationAborted)}
-    assert SampleId(-6, 0) in aborted and {item.id for item, _ in found if item.id.group >= 0} == {(i, k) for i in range(4) for k in range(4)}
+    assert SampleId(-6, 0) in aborted and {item.id for item, _ in found if item.id.group >= 0} == {
+        (i, k) for i in range(4) for k in range(4)
+    }
     for item, rollout in found:
         assert item.id.group < 0 or rollout is not None
         if rollout is not None:

@@ -323,5 +323,5 @@ def test_embeddings_that_depend_on_the_longest_sample_are_refused(tmp_path: Path
     }  # fmt: skip
     folder = save_tiny_policy(tmp_path / "long", rope_parameters=rope)
     driven(folder, max_model_len=64)
-    with pytest.raises(UserError, match="rollout.engine: with samples of up to 100 tokens, more than 64, the model's longrope"):
+    with pytest.raises(UserError, match=r"rollout.engine: with samples of up to 100 tokens, more than 64, the model's longrope"):
         driven(folder, max_model_len=100)
