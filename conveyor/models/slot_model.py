@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conveyor.config import UserError
+from conveyor.errors import UserError
 from conveyor.models import slot_attention
 from conveyor.models.slot_cache import COLUMNS, SlotCache
 

@@ -218,7 +218,7 @@ def start_transformers_engine(
         UserError: the model cannot be loaded, or not be served in batches.
     """
     attention = rollout.engine_args.get("attn_implementation", "sdpa")
-    own = {"dtype": rollout.dtype or model.dtype, "attention": attention, "gradient_checkpointing": False}
+    own = {"dtype": rollout.dtype or model.dtype, "attention": attention, "gradient_checkpointing": False, "remove_padding": False}
     loaded: Any = load_language_model(model.model_copy(update=own))
     loaded = loaded.to(device).requires_grad_(False)
     tokenizer = load_tokenizer(model)
