@@ -67,8 +67,10 @@ class TransformersEngine:
             UserError: the model's places depend on the longest sample of the batch, and samples may be that long.
         """
         self.version = 0
+        self.asleep = False
+        self._device = model.model.device
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
-        self._whole = WholeModel(model.model, model.model.device)
+        self._whole = WholeModel(model.model, self._device)
         config = model.model.config.get_text_config()
         self._longest = max_model_len or getattr(config, "max_position_embeddings", None)
         rotary = getattr(config, "rope_parameters", None) or {}
@@ -96,6 +98,7 @@ class TransformersEngine:
         Raises:
             RunError: the prompt leaves no room for a token.
         """
+        assert not self.asleep, "a sample was submitted to a sleeping engine"
         settings, name, length = self._settings, str(self._count), len(token_ids)
         if self._longest is not None and length >= self._longest:
             raise RunError(f"rollout: a prompt of {length} tokens leaves no room for a response within the engine's {self._longest}")
@@ -151,10 +154,27 @@ class TransformersEngine:
         self._forget()
         return tuple(mismatched)
 
+    def sleep(self) -> None:
+        """The cache goes and, from a GPU, the weights, to host memory."""
+        assert not self, "an engine that samples was put to sleep"
+        assert not self.asleep, "a sleeping engine was put to sleep"
+        self.asleep = True
+        self._forget()
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        assert self.asleep, "an engine that is awake was woken"
+        self.asleep = False
+        self._move(self._device)
+
     def shutdown(self) -> None:
         self._rows.clear()
         self._waiting.clear()
         self._forget()
+
+    def _move(self, device: torch.device) -> None:
+        model: Any = self._model.model  # transformers types `to` as of another class
+        model.to(device)
 
     def _forget(self) -> None:
         """Caches of all rows are to be computed anew."""

@@ -288,6 +288,30 @@ def test_an_install_in_flight(policy: Path, each_alone: dict[int, Sampled]) -> N
     assert float(one.finish()["again"].logprobs[0]) != float(each_alone[2].logprobs[0]), "no prefix of the old weights is left"
 
 
+def test_sleep(policy: Path, each_alone: dict[int, Sampled]) -> None:
+    """Nothing is in the cache meanwhile, weights may come, and samples go on as if nothing had been."""
+    one = driven(policy)
+    one.add(4, REQUESTS[4][0], **REQUESTS[4][1])
+    one.finish()
+    cache = one.engine._model._cache
+    assert all(layer.keys is not None for layer in cache.layers)
+    one.engine.sleep()
+    assert all(layer.keys is layer.values is None for layer in cache.layers)
+    with pytest.raises(AssertionError, match="sleeping engine"):
+        one.add(5, REQUESTS[5][0], seed=0)
+    one.engine.wake()
+    one.add(4, REQUESTS[4][0], **REQUESTS[4][1])
+    assert same(one.finish()[4], each_alone[4])
+    one.engine.sleep()
+    other = loaded(policy, 1)
+    assert install(one, other, 1) == ()
+    one.engine.wake()
+    ids, settings = REQUESTS[5]
+    one.add(5, ids, **settings)
+    right = right_logprobs(other, ids, one.finish()[5], settings["temperature"] or 1.0)
+    torch.testing.assert_close(one.out[5].logprobs, right, atol=1e-5, rtol=0)
+
+
 def test_a_damaged_weight_is_named(policy: Path) -> None:
     one = driven(policy)
     name = "model.layers.1.self_attn.k_proj.weight"
