@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from conveyor.config.engine_rules import broken_engine_rules
 from conveyor.config.loops import IterativeDpoRecipe, LoopRecipe, RejectionSamplingRecipe, RsoRecipe
 from conveyor.config.offline import Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe, RewardModelRecipe
 from conveyor.config.reward_rules import broken_reward_rules
@@ -89,6 +90,7 @@ def _loop(recipe: LoopRecipe) -> Broken:
     n, rounds = recipe.rollout.n_samples_per_prompt, recipe.rounds.count
     if not recipe.rewards:
         yield "rewards", f"{recipe.method} needs at least one"
+    yield from broken_engine_rules(recipe.rollout)
     yield from broken_reward_rules(recipe.rewards)
     yield from broken_score_rules(recipe.score)
     for reward in recipe.rewards:

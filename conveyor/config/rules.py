@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from conveyor.config import sections
+from conveyor.config.engine_rules import broken_engine_rules
 from conveyor.config.recipe import GROUP_ESTIMATORS, RETURN_ESTIMATORS, OnlineRecipe
 from conveyor.config.reward_rules import broken_reward_rules
 from conveyor.config.train_rules import broken_score_rules, broken_train_rules
@@ -17,7 +18,8 @@ def broken_rules(recipe: OnlineRecipe, trains: bool = True) -> list[tuple[str, s
     """(key, reason) for every rule between sections that the recipe breaks; of one that only samples, those that matter then."""
     training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn, _replay)
     of = (*(training if trains else ()), _group_fits, _placement, _evaluate)
-    return [*(broken for rules in of for broken in rules(recipe)), *broken_reward_rules(recipe.rewards), *broken_score_rules(recipe.score)]
+    alike = (*broken_engine_rules(recipe.rollout), *broken_reward_rules(recipe.rewards), *broken_score_rules(recipe.score))
+    return [*(broken for rules in of for broken in rules(recipe)), *alike]
 
 
 def _method(recipe: OnlineRecipe) -> Broken:

@@ -113,19 +113,24 @@ class Rollout(Section):
     dynamic_sampling_limit: Number = Field(
         3.0, ge=1, description="a step samples at most so many times rollout_batch_size prompts; then groups with equal rewards stay in"
     )
+    engine: Literal["vllm", "transformers"] = Field(
+        "vllm", description="transformers: in-process, slower, for machines without vLLM and models that it cannot serve (docs/engines.md)"
+    )
     max_concurrent_requests: PositiveInt = Field(64, description="samples in one engine at a time")
-    tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine")
-    gpu_memory_utilization: Number = Field(0.85, gt=0, le=1, description="share of the GPU for one engine")
-    cpu_kv_cache_gib: PositiveInt = Field(1, description="size of the KV cache of an engine on CPU, GiB")
+    tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine (vllm)")
+    gpu_memory_utilization: Number = Field(0.85, gt=0, le=1, description="share of the GPU for one engine (vllm)")
+    cpu_kv_cache_gib: PositiveInt = Field(1, description="size of the KV cache of an engine on CPU, GiB (vllm)")
     dtype: DType | None = Field(None, description="the engine's weights; default: model.dtype")
-    enforce_eager: Flag | None = Field(None, description="no graph capture; default: on CPU only")
+    enforce_eager: Flag | None = Field(None, description="no graph capture; default: on CPU only (transformers: never any)")
     enable_prefix_caching: Flag = Field(True, description="share the prompt's KV cache within a group")
     routing_replay: Flag = Field(
         False,
         description="mixtures of experts: the engine tells which experts each token went to, and training sends it to the same "
         "(engines on GPU)",
     )
-    engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed through")
+    engine_args: dict[str, Any] = Field(
+        {}, description="further engine arguments: vLLM's, passed through; of transformers only attn_implementation, sdpa or eager"
+    )
 
 
 AdvantageEstimator = Literal[

@@ -89,7 +89,8 @@ def _source(known: argparse.Namespace, recipe: OnlineRecipe) -> tuple[CostSource
         return profile, _checked(int(there) if given is None else given), (measured.rollout.tensor_parallel_size,)
     policy = model_shape(known.model)
     kind = gpu(known.gpu)
-    widths = tuple(width for width in (1, 2, 4, 8) if width <= kind.node_size and policy.heads % width == 0)
+    possible = (1,) if recipe.rollout.engine == "transformers" else (1, 2, 4, 8)
+    widths = tuple(width for width in possible if width <= kind.node_size and policy.heads % width == 0)
     rewards = model_shape(known.reward_model, "--reward-model") if known.reward_model else policy
     return Roofline(Shapes(policy, rewards), kind, known.judge_seconds or 0.0), _checked(given), widths
 
@@ -214,7 +215,9 @@ def changed_recipe(raw: dict[str, Any], prediction: Prediction) -> dict[str, Any
 
 
 def _engine_share(prediction: Prediction) -> dict[str, float]:
-    """An engine beside others on its GPU may only take what they leave."""
+    """An engine beside others on its GPU may only take what they leave. That of transformers takes what it needs."""
+    if prediction.recipe.rollout.engine == "transformers":
+        return {}
     for group in prediction.memory:
         if group.group == prediction.recipe.role_group("rollout") and "trained weights" in group.items:
             own = sum(size for item, size in group.items.items() if item in ("engine weights", "KV cache", "engine activations"))

@@ -1,4 +1,4 @@
-"""A rollout engine: vLLM inside a Ray actor, stepped by one thread.
+"""A rollout engine, vLLM or another (`engines.py`), inside a Ray actor, stepped by one thread.
 
     submit ──▶┐                    ┌──▶ stream: reports, rollouts · reports, rollouts · …
     install ─▶┤ commands ─▶ engine thread: commands, one engine step, commands, one step, …
@@ -33,9 +33,8 @@ from conveyor.episodes.episode import Sampled
 from conveyor.episodes.episodes import Episodes
 from conveyor.episodes.process import EpisodeProcess, Message
 from conveyor.types import Prompt, Rollout, SampleId
-from conveyor.workers.engine_requests import EngineRequests
+from conveyor.workers.engines import prepare_process, start
 from conveyor.workers.reports import EvaluationAborted, InstallReport, Publication, SampleDone, Span, WorkerInfo
-from conveyor.workers.vllm_engine import set_environment, start_engine
 
 
 class RolloutError(RuntimeError):
@@ -89,7 +88,7 @@ class RolloutWorker:
             cores: core ids on CPU, shared out among the tensor-parallel ranks; None: GPU.
             max_model_len: longest prompt + response in tokens; default: the model's own limit.
         """
-        set_environment(rollout, cores)
+        prepare_process(rollout, cores)
         self._model, self._rollout, self._seed, self._cores = model, rollout, seed, cores
         self._max_model_len = max_model_len
         self._samples: dict[int, _Sample] = {}
@@ -218,8 +217,7 @@ class RolloutWorker:
         if self._rollout.multi_turn is not None:  # first, as its errors are quickly found
             self._process = EpisodeProcess(self._rollout.multi_turn, self._hear)
             self._process.begin()
-        engine, self._tokenizer = start_engine(self._model, self._rollout, self._max_model_len)
-        self._engine = EngineRequests(engine, self._rollout)
+        self._engine, self._tokenizer = start(self._model, self._rollout, self._max_model_len, self._cores)
         if self._process is not None:
             seed = partial(sample_seed, self._seed)
             self._episodes = Episodes(self._rollout, load_tokenizer(self._model), self._engine, seed, self._process.send)

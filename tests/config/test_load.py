@@ -15,6 +15,7 @@ from conveyor.config import (
     OfflineRecipe,
     OnlineRecipe,
     UserError,
+    engine_rules,
     load_recipe,
     offline_rules,
     parse_recipe,
@@ -183,6 +184,28 @@ RULES: list[tuple[dict[str, Any], str]] = [
         base("online_dpo", pipeline={"micro_batch_size": 3}),
         "pipeline.micro_batch_size: must be a multiple of rollout.n_samples_per_prompt (2)",
     ),
+    # another engine
+    (
+        base("grpo", rollout={"engine": "transformers", "tensor_parallel_size": 2}),
+        "rollout.tensor_parallel_size: an engine of transformers is on one device",
+    ),
+    (
+        base("grpo", rollout={"engine": "transformers", "enforce_eager": False}),
+        "rollout.enforce_eager: transformers captures no graphs",
+    ),
+    (
+        base("grpo", rollout={"engine": "transformers", "gpu_memory_utilization": 0.5}),
+        "rollout.gpu_memory_utilization: is vLLM's; the cache of transformers grows",
+    ),
+    (base("grpo", rollout={"engine": "transformers", "cpu_kv_cache_gib": 2}), "rollout.cpu_kv_cache_gib: is vLLM's"),
+    (
+        base("grpo", rollout={"engine": "transformers", "engine_args": {"max_num_seqs": 2}}),
+        "rollout.engine_args.max_num_seqs: engine: transformers takes no such argument, only attn_implementation",
+    ),
+    (
+        base("grpo", rollout={"engine": "transformers", "engine_args": {"attn_implementation": "flash_attention_2"}}),
+        "rollout.engine_args.attn_implementation: engine: transformers takes sdpa or eager, not 'flash_attention_2'",
+    ),
     # estimators
     *[
         (base(method, FUNCTION, rollout={"n_samples_per_prompt": 1}), f"rollout.n_samples_per_prompt: {estimator} compares the samples")
@@ -305,7 +328,7 @@ def test_settings_that_contradict_each_other_are_refused_with_the_reason(raw: di
 
 def test_every_reason_is_given_by_one_of_these() -> None:
     """A rule that is added is to be tried too."""
-    modules = (rules, offline_rules, reward_rules)
+    modules = (rules, offline_rules, reward_rules, engine_rules)
     given: dict[str, set[int]] = {str(module.__file__): set() for module in modules}
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

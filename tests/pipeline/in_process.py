@@ -1,7 +1,8 @@
 """Whole runs in this process: the real scheduler, executor, recorder, score and train workers, on a tiny model.
 
 Only two things are stood in for. Ray: a call of a worker is a plain call, answered after a delay drawn from a seed, so that things
-happen in any order. vLLM: `TorchEngine` samples with the policy's own weights, one sample at a time, from the sample's seed.
+happen in any order. vLLM: `TorchEngine` samples with the policy's own weights, one sample at a time, from the sample's seed. With
+`rollout.engine: transformers` that engine is the real one (`step_engine.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from conveyor.workers.start import Workers
 from conveyor.workers.train import TrainWorker
 from conveyor.workers.weight_sync import read
 from tests.models.ranks import one_rank
+from tests.pipeline.step_engine import StepEngine
 
 
 class Delays:
@@ -227,6 +229,7 @@ def _workers(recipe: OnlineRecipe, plan: RunPlan, slots: dict[str, int], delays:
             worker = ScoreWorker(recipe, of_group, cores=cores)
             worker.ready()
             scorers[group].append(Actor(worker, delays))
-    engines = [EngineActor(TorchEngine(recipe, seed + number), delays) for number in range(plan.engines)]
+    engine = StepEngine if recipe.rollout.engine == "transformers" else TorchEngine
+    engines = [EngineActor(engine(recipe, seed + number), delays) for number in range(plan.engines)]
     rewarder = EngineActor(Rewarder(recipe, seed), delays) if recipe.judged_rewards else None
     return Workers(engines, scorers, [[Actor(trainer, delays)] for trainer in trainers], rewarder), trainers

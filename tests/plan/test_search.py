@@ -122,6 +122,16 @@ def test_a_plan_from_the_data_sheet_writes_a_recipe(recipe_file: str, tmp_path: 
     assert "Best placements" in shown
 
 
+def test_an_engine_of_transformers_stays_on_one_device(recipe_file: str, tmp_path: Path) -> None:
+    """Of one GPU for everything vLLM's engine would be told its share, and of four it may have two."""
+    for gpus in (1, 4):
+        written = tmp_path / f"{gpus}.yaml"
+        engine = {"rollout.engine": "transformers"}
+        assert plan(recipe_file, "--model", "1b", "--gpus", str(gpus), "--lengths", "300", "--write", str(written), **engine) == 0
+        rollout = load_recipe(written).rollout
+        assert (rollout.engine, rollout.tensor_parallel_size, rollout.gpu_memory_utilization) == ("transformers", 1, 0.85)
+
+
 def test_a_recipe_without_models_to_score_with_has_no_score_devices(tmp_path: Path, capsys) -> None:
     made = raw("dapo", rewards=[{"name": "f", "function": "f.py:f"}], rollout={"n_samples_per_prompt": 2, "max_response_length": 64},
                train={"rollout_batch_size": 4})  # fmt: skip
