@@ -18,18 +18,19 @@ WIDEST = 8
 def advice(recipe: OnlineRecipe, group: str, tables: Tables) -> str:
     """`key value, key value`: the changes, in the order in which they cost least speed, that together make the group fit; or that no
     setting does. `tables`: the memory of a recipe."""
-    made: list[str] = []
+    made: dict[str, str] = {}
     best = _of(tables(recipe), group)
     for words, keys in _changes(recipe, group):
         changed = with_keys(recipe, **keys)
         table = _of(tables(changed), group)
         if table.total / table.limit < best.total / best.limit:
             recipe, best = changed, table
-            made.append(words)
+            made[words.partition(" ")[0]] = words
         if best.fits:
-            return ", ".join(made)
+            break
+    words = ", ".join(made.values())
     more = f"devices.{group}: more GPUs, or a smaller model"
-    return f"{', '.join(made)}, and then {more}" if made else more
+    return words if best.fits else f"{words}, and then {more}" if made else more
 
 
 def _changes(recipe: OnlineRecipe, group: str) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:

@@ -91,7 +91,8 @@ def _one_group(recipe: OnlineRecipe, shapes: Shapes, gpu: GPU, lengths: LengthFa
     assert recipe.devices is not None
     count, kept = recipe.devices[group], keeping(recipe)
     stages: list[Items] = []
-    host, disk = {}, {}
+    host: Items = {}
+    disk: Items = {}
     scored = scored_roles(recipe, group)
     if scored:
         stages.append(_score_items(recipe, kept, shapes, lengths, scored, score_shards(recipe, group)))
