@@ -46,6 +46,8 @@ def _changes(recipe: OnlineRecipe, group: str) -> Iterator[tuple[str, dict[str, 
                 yield f"rollout.max_concurrent_requests {fewer}", {"rollout": {"max_concurrent_requests": fewer}}
     if scored_roles(recipe, group) and kept.score_stage == 0:
         yield "score.zero_stage 3", {"score": {"zero_stage": 3}}
+    if scored_roles(recipe, group) and kept.score_place == "none":
+        yield "score.offload_parameters cpu", {"score": {"offload_parameters": "cpu"}}
     if group in (recipe.role_group("actor"), recipe.role_group("critic")):
         yield from _of_trainers(recipe)
 
