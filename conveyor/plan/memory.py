@@ -155,6 +155,11 @@ def scored_roles(recipe: OnlineRecipe, group: str) -> tuple[str, ...]:
     return tuple(role for role in (*recipe.score_roles, *recipe.snapshot_roles) if recipe.role_group(role) == group)
 
 
+def scored_weights(recipe: OnlineRecipe, group: str) -> tuple[str, ...]:
+    """Names of their weights in a group's items."""
+    return tuple(f"{role} weights" for role in scored_roles(recipe, group))
+
+
 def score_shards(recipe: OnlineRecipe, group: str) -> int:
     """GPUs over which the models of the score stage are spread: all of the group's with `score.zero_stage: 3`, else each has them whole."""
     assert recipe.devices is not None
