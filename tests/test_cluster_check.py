@@ -49,7 +49,10 @@ def test_every_recipe_for_gpus_fits_its_cluster_as_the_page_says(maker: ModuleTy
         (["--cluster", "8x4"], r"rollout.tensor_parallel_size: 8: an engine's GPUs are of one node, and the largest has 4"),
         (["--cluster", "4x8:42"], r"devices.score: 43.0 GiB a GPU do not fit 42.0 .*; what would help: score.offload_parameters cpu"),
         (["--cluster", "4x8", "--score.zero_stage", "0"], r"devices.score: .* would help: score.zero_stage 3"),
-        (["--cluster", "4x8", "--train.offload_optimizer", "none"], r"devices.train: .*optimizer .*would help: train.offload_optimizer cpu"),
+        (
+            ["--cluster", "4x8", "--train.offload_optimizer", "none"],
+            r"devices.train: .*optimizer .*would help: train.offload_optimizer cpu",
+        ),
         (["--cluster", "four"], r"--cluster: 'four': say nodes x GPUs"),
         (["--cluster", "4x8", "--model.path", "some/thing"], r"model.path: the shape of 'some/thing' is not known: .*say --model SIZE"),
         (["--model", "8b"], r"check: --model and --reward-model go with --cluster"),
@@ -90,7 +93,5 @@ def test_a_cluster_of_ray_is_looked_at(tmp_path: Path) -> None:
     assert fits["status"] == 0
     assert "on 4 nodes × 8 GPUs of 80 GiB" in fits["out"]
     assert asked["status"] == 2
-    assert asked["err"] == (
-        "conveyor: devices: asked for 48 GPUs (rollout: 8, score: 8, train: 32), the cluster has 32 GPUs\n"
-    )
+    assert asked["err"] == ("conveyor: devices: asked for 48 GPUs (rollout: 8, score: 8, train: 32), the cluster has 32 GPUs\n")
     assert asked["seconds"] < 10

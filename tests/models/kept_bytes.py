@@ -25,9 +25,7 @@ CASES: list[tuple[str, int, str]] = [
 
 def count(rank: int, ranks: int, port: int, folder: Path, cases: list[tuple[str, int, str]]) -> None:
     """Writes bytes a parameter of every case, between an update's last backward pass and its step."""
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     found = {}
     for dtype, stage, offload in cases:
         before = _live()

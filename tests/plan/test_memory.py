@@ -134,4 +134,4 @@ def test_advice_names_settings_that_make_it_fit() -> None:
     assert advice(made, "score", tables_of) == "score.zero_stage 3"
     assert advice(made, "train", tables_of) == "train.offload_optimizer cpu"
     few = recipe("grpo", devices={"rollout": 8, "score": 8, "train": 1}, roles={}, model={"gradient_checkpointing": True})
-    assert advice(few, "train", tables_of).endswith("and then devices.train: more GPUs, or a smaller model")
+    assert advice(few, "train", tables_of).endswith(", and then devices.train: more GPUs, or a smaller model")

@@ -23,7 +23,9 @@ from conveyor.models.adapters import add_adapter
 from conveyor.plan.known_models import NAMED, known_shape
 from conveyor.plan.models import shape_from_config
 
-SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=24, intermediate_size=96, vocab_size=300, num_hidden_layers=3)
+SMALL = dict(
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=24, intermediate_size=96, vocab_size=300, num_hidden_layers=3
+)
 CONFIGS: list[PretrainedConfig] = [
     LlamaConfig(**SMALL),
     LlamaConfig(**SMALL, tie_word_embeddings=True),
