@@ -18,22 +18,23 @@ CLUSTERS = {
 """Recipe for GPUs → the cluster it is made for."""
 HEAD = """# Where the memory goes
 
-What `conveyor check RECIPE --cluster NODESxGPUS` prints of each recipe for GPUs, on GPUs of 80 GiB. These are the planner's numbers, from the
-shapes of the models and from what DeepSpeed is seen to keep on CPUs; none has been compared with a GPU yet. Another cluster is one command away:
-`--cluster 2x8:141` are two nodes of eight GPUs with 141 GiB. What does not fit ends with one line that says what would, exit status 2.
+What `conveyor check RECIPE --cluster NODESxGPUS` prints of each recipe for GPUs, on GPUs of 80 GiB. These are the planner's numbers, from
+the shapes of the models and from what DeepSpeed is seen to keep on CPUs; none has been compared with a GPU yet. Another cluster is one
+command away: `--cluster 2x8:141` are two nodes of eight GPUs with 141 GiB. What does not fit ends with one line that says what would, exit
+status 2.
 
-| item | what it is |
-|---|---|
-| reserved | CUDA context, communication buffers, fragmentation; 1 GB more for every further process on the GPU |
-| engine weights, KV cache | an engine's share of the policy; cache of the running samples, split by key/value heads |
-| trained weights, gradients, optimizer | 2 + 4 + 12 bytes a parameter in bfloat16 (weights; gradients summed in fp32; fp32 copy and Adam's two moments), of the actor and a critic beside it; shared out by ZeRO 1 (optimizer), 2 (gradients too), 3 (all); 2 bytes more below ZeRO 2 |
-| gathered layers | what ZeRO-3 has put together at a time: DeepSpeed's billion parameters at most, or the largest matrix with two layers |
-| reduced at a time | the bucket of gradients on their way between ranks: the largest matrix, in both precisions |
-| train activations | each layer's input and one layer's whole set for the tokens of `train.max_tokens_per_micro_batch`, and a chunk of logits |
-| host memory | offloaded states: 12 bytes a parameter, and 8 for two gradients |
+* **reserved**: CUDA context, communication buffers, fragmentation; 1 GB more for every further process on the GPU.
+* **engine weights, KV cache**: an engine's share of the policy; the cache of its running samples, split by key/value heads.
+* **trained weights, gradients, optimizer**: of the actor, and a critic beside it, 2 + 4 + 12 bytes a parameter in bfloat16: weights,
+  gradients summed in fp32, the fp32 copy with Adam's two moments. ZeRO 1 shares out the last, 2 the gradients too, 3 all of it; below
+  ZeRO 2 there are 2 bytes more.
+* **gathered layers**: what ZeRO-3 has put together at a time: a billion parameters, or the largest matrix with two layers.
+* **reduced at a time**: the bucket of gradients on their way between ranks: as large as the largest matrix, in both precisions.
+* **train activations**: each layer's input and one layer's whole set, for `train.max_tokens_per_micro_batch` tokens; a chunk of logits.
+* **host memory**: states that are offloaded, 12 bytes a parameter, and 8 for two gradients.
 
-A base in 4 bits (`lora.quantization: nf4`) takes 4.127 bits a weight of a linear layer. A mixture of experts is kept whole and computed in part. Stages
-that take turns on a group (`pipeline.sleep`) are not added up: the largest counts, and the others wait in host memory.
+A base in 4 bits (`lora.quantization: nf4`) takes 4.127 bits a weight of a linear layer. A mixture of experts is kept whole and computed in
+part. Stages that take turns on a group (`pipeline.sleep`) are not added up: the largest counts, the others wait in host memory.
 
 This page is made by `docs/make_memory_page.py`.
 """

@@ -62,7 +62,8 @@ class Bench:
             path.chmod(path.stat().st_mode | stat.S_IXUSR)
         self.environment = {
             "PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(self.calls_file), "STATUSES": str(folder / "statuses"),
-            "SLURM_SUBMIT_DIR": str(LAUNCH.parent), "SLURM_JOB_ID": "4321", "SLURM_JOB_NODELIST": "gpu[1-4]", "NODES": "gpu1 gpu2 gpu3 gpu4",
+            "SLURM_SUBMIT_DIR": str(LAUNCH.parent), "SLURM_JOB_ID": "4321", "SLURM_JOB_NODELIST": "gpu[1-4]",
+            "NODES": "gpu1 gpu2 gpu3 gpu4",
             "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "RAY_ADDRESS": "10.9.9.9:1",
         }  # fmt: skip
         self.statuses = folder / "statuses"
@@ -126,9 +127,8 @@ def test_slurm_starts_the_head_then_workers_then_the_job(bench: Bench, nodes: in
     assert f"python {LAUNCH}/wait_for_gpus.py {address} {nodes * gpus} " in bench.calls[bench.place("python")]
     assert bench.calls[bench.place("conveyor")] == f"conveyor train recipe.yaml --train.steps 3 --ray.address {address}"
     head, wait, job = (bench.place(word) for word in ("ray start --head", "python", "conveyor"))
-    answered = max(number for number, call in enumerate(bench.calls) if call.startswith("ray health-check"))
     workers = [number for number, call in enumerate(bench.calls) if call.startswith("srun") and "--head" not in call]
-    assert head < answered < min([*workers, wait])
+    assert max(head, bench.place("ray health-check")) < min([*workers, wait])
     assert wait < job
     # Ray's processes end with the job.
     assert sum(call.startswith("ended ray start") for call in bench.calls) == nodes

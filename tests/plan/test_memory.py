@@ -73,7 +73,7 @@ def test_four_bits_are_4127_thousandths() -> None:
     assert linear == 32 * (2 * 4096 * 128 * 40 + 3 * 4096 * 14_336)
     rest = SMALL.parameters - linear + SMALL.adapter_parameters(16)
     assert kept.weight_bytes(SMALL) == pytest.approx(linear * 4.127 / 8 + 2 * rest)
-    assert NF4_BITS == pytest.approx(4 + 8 / 64 + 32 / (64 * 256), abs=1e-3)
+    assert pytest.approx(4 + 8 / 64 + 32 / (64 * 256), abs=1e-3) == NF4_BITS
 
 
 def test_a_mixture_of_experts_is_trained_whole() -> None:

@@ -8,9 +8,9 @@ import pytest
 from conveyor.config import UserError
 from conveyor.pipeline.run_plan import score_parts, train_groups
 from conveyor.plan.hardware import GPUS, gpu
+from conveyor.plan.known_models import NAMED, model_shape
 from conveyor.plan.lengths import LengthFacts, Size
 from conveyor.plan.memory import GroupMemory, Shapes, group_memory
-from conveyor.plan.known_models import NAMED, model_shape
 from conveyor.plan.models import shape_from_config
 from conveyor.plan.roofline import Roofline
 from conveyor.types import SampleId
