@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != signal.SIGTERM:  # which is how Ray's own handler of that signal ends
+            raise
         print("conveyor: interrupted", file=sys.stderr)
         return 130
 

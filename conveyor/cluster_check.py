@@ -44,7 +44,9 @@ def check_on(recipe: Recipe, cluster: Cluster, named: Named = Named()) -> str:
         return _online(recipe, cluster, named)
     if isinstance(recipe, OfflineRecipe):
         return _offline(recipe, cluster, named)
-    raise UserError(f"--cluster: {recipe.method} samples and fits in turn, as recipes of their own; check one that samples and one that trains")
+    raise UserError(
+        f"--cluster: {recipe.method} samples and fits in turn, as recipes of their own; check one that samples and one that trains"
+    )
 
 
 def named_cluster(text: str, ray_section: sections.Ray) -> Cluster:
@@ -101,7 +103,9 @@ def _offline(recipe: OfflineRecipe, cluster: Cluster, named: Named) -> str:
     if recipe.method in ("reward_model", "process_reward_model"):
         shape = shape.as_scalar()
     items, host, disk = train_items(kept, [shape], ranks, kept.rank_tokens(recipe.train.micro_batch_size, recipe.data.max_length, ranks))
-    table = GroupMemory("train", {"reserved": RESERVED_BYTES, **items}, cluster.gib * GIB * min(1.0, devices["train"]), host=host, disk=disk)
+    table = GroupMemory(
+        "train", {"reserved": RESERVED_BYTES, **items}, cluster.gib * GIB * min(1.0, devices["train"]), host=host, disk=disk
+    )
     if not table.fits:
         raise UserError(
             _too_much(table, "train.zero_stage 3, train.offload_optimizer, model.gradient_checkpointing, lora or a smaller micro-batch")
@@ -174,7 +178,9 @@ def memory_lines(tables: Sequence[GroupMemory], devices: dict[str, float], clust
         if any(sum(items.values()) / GIB >= SMALLEST for items in of):
             rows.append([f"{words}, for each GPU", *(_gib(sum(items.values()) or None) for items in of)])
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    lines = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in (heads, *rows)]
+    lines = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in (heads, *rows)
+    ]
     return ["  ".join(line).rstrip() for line in lines]
 
 
@@ -194,6 +200,4 @@ def _gib(size: float | None) -> str:
 def _too_much(table: GroupMemory, change: str) -> str:
     largest = sorted(table.items.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    return (
-        f"devices.{table.group}: {table.total / GIB:.1f} GiB a GPU do not fit {table.limit / GIB:.1f} ({parts}, …); what would help: {change}"
-    )
+    return f"devices.{table.group}: {table.total / GIB:.1f} GiB a GPU do not fit {table.limit / GIB:.1f} ({parts}, …); what would help: {change}"

@@ -24,9 +24,9 @@ from conveyor.plan.costs import Linear, TaskCosts, TrainerCosts
 from conveyor.plan.engines import EngineModel, FixedDurations, Iterations
 from conveyor.plan.estimate import StageSeconds, stage_seconds
 from conveyor.plan.hardware import GPUS
+from conveyor.plan.known_models import NAMED
 from conveyor.plan.lengths import Workload
 from conveyor.plan.memory import Shapes
-from conveyor.plan.known_models import NAMED
 from conveyor.plan.predict import Prediction, predict, simulated_steps
 from conveyor.plan.roofline import Roofline
 from conveyor.plan.simulate import Simulation, simulate

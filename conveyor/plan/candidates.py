@@ -12,16 +12,20 @@ from typing import Any
 from conveyor.config import OnlineRecipe
 from conveyor.config.rules import broken_rules
 from conveyor.plan.lengths import LengthFacts
+from conveyor.plan.memory import scored_weights
 from conveyor.plan.predict import CostSource
 
 LARGEST_CONCURRENCY = 1024
+WHOLE_SHARE = 0.85
+"""Of a GPU, that whole score models may take; the rest is for their activations and what the GPU itself needs."""
 
 
 def candidates(
     recipe: OnlineRecipe, source: CostSource, lengths: LengthFacts, devices: int, tensor_parallel: Sequence[int]
 ) -> Iterator[OnlineRecipe]:
     """Every placement looked at that a recipe may have; which of them fit is not asked here."""
-    for placed in _splits(recipe, devices, tensor_parallel):
+    for split in _splits(recipe, devices, tensor_parallel):
+        placed = _score_in_parts(split, source, lengths)
         assert placed.devices is not None
         engines = int(placed.devices[placed.role_group("rollout")]) // placed.rollout.tensor_parallel_size
         ranks = int(placed.devices[placed.role_group("actor")])
@@ -46,6 +50,16 @@ def _splits(recipe: OnlineRecipe, devices: int, tensor_parallel: Sequence[int]) 
                 if rollout % width == 0:
                     groups = {"rollout": rollout, "score": score, "train": train}
                     yield _placed(recipe, {g: n for g, n in groups.items() if n}, {} if score else with_train, width)
+
+
+def _score_in_parts(recipe: OnlineRecipe, source: CostSource, lengths: LengthFacts) -> OnlineRecipe:
+    """With score models in parts over their group, where one GPU cannot hold them whole."""
+    group = next((recipe.role_group(role) for role in (*recipe.score_roles, *recipe.snapshot_roles)), None)
+    if group is None or recipe.score.zero_stage == 3:
+        return recipe
+    table = next((table for table in source.memory(recipe, lengths) if table.group == group), None)
+    weights = sum(size for name, size in table.items.items() if name in scored_weights(recipe, group)) if table is not None else 0.0
+    return with_keys(recipe, score={"zero_stage": 3}) if table is not None and weights > WHOLE_SHARE * table.limit else recipe
 
 
 def _counts(most: int) -> list[int]:

@@ -176,7 +176,8 @@ def placement(recipe: OnlineRecipe) -> str:
     parts = []
     for group, count in (recipe.devices or {}).items():
         others = [stage for stage, place in names.items() if place == group and stage != group]
-        parts.append(f"{group} {count:g}" + (f" (+ {', '.join(others)})" if others else ""))
+        in_parts = " in parts" if names.get("score") == group and recipe.score.zero_stage == 3 else ""
+        parts.append(f"{group} {count:g}" + (f" (+ {', '.join(others)})" if others else "") + in_parts)
     return " · ".join(parts)
 
 
@@ -209,6 +210,8 @@ def changed_recipe(raw: dict[str, Any], prediction: Prediction) -> dict[str, Any
         },
         "pipeline": {"micro_batch_size": recipe.pipeline.micro_batch_size, "max_staleness": recipe.pipeline.max_staleness},
     }
+    if recipe.score.zero_stage == 3:
+        changes["score"] = {"zero_stage": 3}
     changes["rollout"] |= _engine_share(prediction)
     made = raw | {name: (raw.get(name) or {}) | keys for name, keys in changes.items()}
     return made | {"devices": {group: int(count) for group, count in (recipe.devices or {}).items()}, "roles": dict(recipe.roles)}

@@ -15,24 +15,43 @@ WIDEST = 8
 """Tensor parallel: GPUs of one node."""
 
 
+Change = tuple[str, dict[str, dict[str, Any]]]
+"""In words, and as keys of sections."""
+
+
 def advice(recipe: OnlineRecipe, group: str, tables: Tables) -> str:
-    """`key value, key value`: the changes, in the order in which they cost least speed, that together make the group fit; or that no
+    """`key value, key value`: changes, of those that cost least speed as few as needed, that together make the group fit; or that no
     setting does. `tables`: the memory of a recipe."""
-    made: list[str] = []
-    best = _of(tables(recipe), group)
-    for words, keys in _changes(recipe, group):
-        changed = with_keys(recipe, **keys)
-        table = _of(tables(changed), group)
-        if table.total / table.limit < best.total / best.limit:
-            recipe, best = changed, table
-            made.append(words)
-        if best.fits:
-            return ", ".join(made)
+
+    def full(changes: list[Change]) -> float:
+        """Share of a GPU that is taken."""
+        changed = recipe
+        for _, keys in changes:
+            changed = with_keys(changed, **keys)
+        table = next(table for table in tables(changed) if table.group == group)
+        return table.total / table.limit
+
+    made: list[Change] = []
+    for change in _changes(recipe, group):
+        others = [one for one in made if _key(one) != _key(change)]
+        if full([*others, change]) < full(made):
+            made = [*others, change]
+        if full(made) <= 1:
+            break
     more = f"devices.{group}: more GPUs, or a smaller model"
-    return f"{', '.join(made)}, and then {more}" if made else more
+    if full(made) > 1:
+        return ", ".join([words for words, _ in made] + ([f"and then {more}"] if made else [more]))
+    for change in list(made):
+        if full([one for one in made if one is not change]) <= 1:
+            made.remove(change)
+    return ", ".join(words for words, _ in made)
 
 
-def _changes(recipe: OnlineRecipe, group: str) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+def _key(change: Change) -> str:
+    return change[0].partition(" ")[0]
+
+
+def _changes(recipe: OnlineRecipe, group: str) -> Iterator[Change]:
     kept, n = keeping(recipe), recipe.samples_per_group
     if recipe.role_group("rollout") == group:
         width, slots = recipe.rollout.tensor_parallel_size, int((recipe.devices or {})[group])
@@ -45,11 +64,13 @@ def _changes(recipe: OnlineRecipe, group: str) -> Iterator[tuple[str, dict[str, 
                 yield f"rollout.max_concurrent_requests {fewer}", {"rollout": {"max_concurrent_requests": fewer}}
     if scored_roles(recipe, group) and kept.score_stage == 0:
         yield "score.zero_stage 3", {"score": {"zero_stage": 3}}
+    if scored_roles(recipe, group) and kept.score_place == "none":
+        yield "score.offload_parameters cpu", {"score": {"offload_parameters": "cpu"}}
     if group in (recipe.role_group("actor"), recipe.role_group("critic")):
         yield from _of_trainers(recipe)
 
 
-def _of_trainers(recipe: OnlineRecipe) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+def _of_trainers(recipe: OnlineRecipe) -> Iterator[Change]:
     kept, longest = keeping(recipe), recipe.data.max_prompt_length + recipe.rollout.max_response_length
     if recipe.model.dtype == "float32":
         yield "model.dtype bfloat16", {"model": {"dtype": "bfloat16"}}
@@ -61,7 +82,3 @@ def _of_trainers(recipe: OnlineRecipe) -> Iterator[tuple[str, dict[str, dict[str
         yield "train.zero_stage 3", {"train": {"zero_stage": 3}}
     if kept.optimizer_place == "none":
         yield "train.offload_optimizer cpu", {"train": {"offload_optimizer": "cpu"}}
-
-
-def _of(tables: list[GroupMemory], group: str) -> GroupMemory:
-    return next(table for table in tables if table.group == group)

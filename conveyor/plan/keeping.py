@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from conveyor.config import OfflineRecipe, OnlineRecipe
+from conveyor.config import OfflineRecipe, OnlineRecipe, sections
 from conveyor.plan.models import ModelShape
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -41,6 +41,8 @@ class Keeping:
     adapter: Adapter | None = None
     score_stage: int = 0
     """ZeRO of models that only score."""
+    score_place: Place = "none"
+    """Where their parts lie between their uses."""
     sequence_ranks: int = 1
     row_limit: int | None = None
     """Most tokens of one forward and backward on one GPU."""
@@ -67,6 +69,7 @@ class Keeping:
 def keeping(recipe: OnlineRecipe | OfflineRecipe) -> Keeping:
     train, model = recipe.train, recipe.model
     lora = getattr(recipe, "lora", None)
+    score = recipe.score if isinstance(recipe, OnlineRecipe) else sections.Score()
     return Keeping(
         size=BYTES[model.dtype],
         stage=train.stage(model.dtype),
@@ -74,7 +77,8 @@ def keeping(recipe: OnlineRecipe | OfflineRecipe) -> Keeping:
         weights_place=train.offload_parameters,
         checkpointing=model.gradient_checkpointing,
         adapter=None if lora is None else Adapter(lora.rank, tuple(lora.target_modules), getattr(lora, "quantization", None) == "nf4"),
-        score_stage=score.zero_stage if (score := getattr(recipe, "score", None)) is not None else 0,
+        score_stage=score.zero_stage,
+        score_place=score.offload_parameters,
         sequence_ranks=train.sequence_parallel_size,
         row_limit=train.max_tokens_per_micro_batch,
     )

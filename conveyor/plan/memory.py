@@ -91,17 +91,21 @@ def _one_group(recipe: OnlineRecipe, shapes: Shapes, gpu: GPU, lengths: LengthFa
     assert recipe.devices is not None
     count, kept = recipe.devices[group], keeping(recipe)
     stages: list[Items] = []
-    host, disk = {}, {}
+    host: Items = {}
+    disk: Items = {}
     scored = scored_roles(recipe, group)
     if scored:
-        stages.append(_score_items(recipe, kept, shapes, lengths, scored, score_shards(recipe, group)))
+        models, scoring = _score_items(recipe, kept, shapes, lengths, scored, score_shards(recipe, group))
+        host, disk = (models if kept.score_place == place else {} for place in ("cpu", "nvme"))
+        stages.append((models if kept.score_place == "none" else {}) | scoring)
     trained = tuple(role for role in ("actor", "critic") if role in recipe.placed_roles and recipe.role_group(role) == group)
     if trained:
         ranks = max(1, int(count))
         tokens = kept.rank_tokens(recipe.pipeline.micro_batch_size, lengths.longest, ranks)
         apart = sum(apart_gradients(recipe, role) * kept.trained(shapes.of(role)) for role in trained)
-        items, host, disk = train_items(kept, [shapes.of(role) for role in trained], ranks, tokens, apart)
+        items, more_host, more_disk = train_items(kept, [shapes.of(role) for role in trained], ranks, tokens, apart)
         stages.append(items)
+        host, disk = host | more_host, disk | more_disk
     limit = gpu.memory * min(1.0, count)
     if recipe.role_group("rollout") == group:
         stages.append(engine_items(recipe, shapes.of("rollout"), lengths))
@@ -151,19 +155,27 @@ def scored_roles(recipe: OnlineRecipe, group: str) -> tuple[str, ...]:
     return tuple(role for role in (*recipe.score_roles, *recipe.snapshot_roles) if recipe.role_group(role) == group)
 
 
+def scored_weights(recipe: OnlineRecipe, group: str) -> tuple[str, ...]:
+    """Names of their weights in a group's items."""
+    return tuple(f"{role} weights" for role in scored_roles(recipe, group))
+
+
 def score_shards(recipe: OnlineRecipe, group: str) -> int:
     """GPUs over which the models of the score stage are spread: all of the group's with `score.zero_stage: 3`, else each has them whole."""
     assert recipe.devices is not None
     return max(1, int(recipe.devices[group])) if keeping(recipe).score_stage == 3 else 1
 
 
-def _score_items(recipe: OnlineRecipe, kept: Keeping, shapes: Shapes, lengths: LengthFacts, roles: tuple[str, ...], shards: int) -> Items:
+def _score_items(
+    recipe: OnlineRecipe, kept: Keeping, shapes: Shapes, lengths: LengthFacts, roles: tuple[str, ...], shards: int
+) -> tuple[Items, Items]:
+    """(weights, what else is on each GPU)"""
     tokens = kept.rank_tokens(recipe.pipeline.micro_batch_size, lengths.longest, shards)
     own = [role for role in roles if not _is_adapter_off(recipe, kept, roles, role)]
     weights = {f"{role} weights": kept.weight_bytes(shapes.of(role)) / shards for role in own}
     widest = max(shapes.of(role).hidden for role in roles)
-    gathered = _gathered(kept, [shapes.of(role) for role in roles], "score layers", when=shards > 1)
-    return weights | gathered | {"score activations": tokens * widest * FORWARD_BYTES * kept.size / 2 + LOGITS_BYTES}
+    gathered = _gathered(kept, [shapes.of(role) for role in roles], "score layers", when=kept.score_stage == 3)
+    return weights, gathered | {"score activations": tokens * widest * FORWARD_BYTES * kept.size / 2 + LOGITS_BYTES}
 
 
 def _is_adapter_off(recipe: OnlineRecipe, kept: Keeping, roles: Sequence[str], role: str) -> bool:
@@ -179,7 +191,8 @@ def train_items(kept: Keeping, shapes: Sequence[ModelShape], ranks: int, tokens:
 
     Mixed precision (Rajbhandari et al. 2020, §3.1): 2 bytes a parameter for weights, 4 for gradients, which are summed in fp32, 12
     for the fp32 copy and Adam's two moments; in fp32 4 + 4 + 8, and 4 for the copy that ZeRO makes even so. ZeRO-1 shares out the last,
-    ZeRO-2 the gradients too, ZeRO-3 all three. In host memory there are two gradients besides: the sum, and what Adam is given of it.
+    ZeRO-2 the gradients too, ZeRO-3 all three. Below ZeRO-2 DeepSpeed keeps the gradients in 16 bits besides. In host memory there are
+    two gradients: the sum, and what Adam is given of it. (tests/models/test_kept_bytes.py counts what is really kept.)
 
     Args:
         tokens: of one rank at a time.
@@ -188,7 +201,7 @@ def train_items(kept: Keeping, shapes: Sequence[ModelShape], ranks: int, tokens:
     stage, offloaded = kept.stage, kept.optimizer_place != "none"
     trained = sum(kept.trained(shape) for shape in shapes)
     weights = sum(kept.weight_bytes(shape) for shape in shapes) / (ranks if stage == 3 else 1)
-    gradients = 4 * trained / (ranks if stage >= 2 else 1)
+    gradients = 4 * trained / ranks if stage >= 2 else (4 + 2 * (kept.size == 2)) * trained
     states = (12 if kept.size == 2 or stage else 8) * trained / (ranks if stage else 1)
     items: Items = {}
     host: Items = {}

@@ -8,9 +8,9 @@ import pytest
 from conveyor.config import UserError
 from conveyor.pipeline.run_plan import score_parts, train_groups
 from conveyor.plan.hardware import GPUS, gpu
-from conveyor.plan.lengths import LengthFacts, Size
-from conveyor.plan.memory import GroupMemory, Shapes, group_memory, score_shards
 from conveyor.plan.known_models import NAMED, model_shape
+from conveyor.plan.lengths import LengthFacts, Size
+from conveyor.plan.memory import GroupMemory, Shapes, group_memory
 from conveyor.plan.models import shape_from_config
 from conveyor.plan.roofline import Roofline
 from conveyor.types import SampleId
@@ -42,7 +42,7 @@ def test_a_shape_from_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
     assert model_shape(str(tmp_path)) == NAMED["8b"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
-    with pytest.raises(UserError, match="mixtures of experts"):
+    with pytest.raises(UserError, match="num_experts_per_tok"):
         model_shape(str(tmp_path))
     with pytest.raises(UserError, match="neither a folder"):
         model_shape("9000b")
@@ -53,22 +53,6 @@ def test_a_shape_from_a_configuration(tmp_path: Path) -> None:
 def tables(made, name: str = "8b") -> dict[str, GroupMemory]:
     shapes = Shapes(NAMED[name], NAMED[name])
     return {table.group: table for table in group_memory(made, shapes, H100, LENGTHS)}
-
-
-def bytes_a_parameter(items: dict[str, float], parameters: int) -> float:
-    return sum(items.get(name, 0.0) for name in ("trained weights", "gradients", "optimizer")) / parameters
-
-
-@pytest.mark.parametrize(
-    ("stage", "offload", "ranks", "expected"),
-    [(0, False, 1, 18), (0, False, 4, 2 + 4 + 12 / 4), (1, False, 4, 2 + 4 + 12 / 4), (2, False, 4, 2 + (4 + 12) / 4),
-     (3, False, 4, 18 / 4), (3, True, 4, 6 / 4), (3, False, 1, 18)],
-)  # fmt: skip
-def test_mixed_precision_adam_takes_18_bytes_a_parameter_shared_by_stage(stage: int, offload: bool, ranks: int, expected: float) -> None:
-    made = recipe(
-        "grpo", devices={"rollout": 1, "score": 1, "train": ranks}, roles={}, train={"zero_stage": stage, "offload_optimizer": offload}
-    )
-    assert bytes_a_parameter(tables(made)["train"].items, NAMED["8b"].parameters) == pytest.approx(expected)
 
 
 def test_gradients_kept_apart_take_memory_and_time() -> None:
@@ -83,11 +67,6 @@ def test_gradients_kept_apart_take_memory_and_time() -> None:
     # GRPO has its KL in the loss: three sums of 4 bytes, and passes 1 + 3 · 2 instead of 1 + 2.
     assert tables(kept)["train"].items["gradients kept apart"] == 3 * 4 * NAMED["8b"].parameters
     assert "gradients kept apart" not in tables(plain)["train"].items
-
-
-def test_fp32_adam_takes_16_bytes() -> None:
-    made = recipe("grpo", devices={"rollout": 1, "train": 1}, roles={"score": "train"}, model={"dtype": "float32"}, train={"zero_stage": 0})
-    assert bytes_a_parameter(tables(made)["train"].items, NAMED["8b"].parameters) == pytest.approx(16)
 
 
 def test_engines_share_weights_and_cache_as_far_as_there_are_heads() -> None:
@@ -110,16 +89,9 @@ def test_what_does_not_fit_is_seen() -> None:
     small = tables(recipe("grpo", devices={"rollout": 1, "score": 4, "train": 8}, roles={}), "70b")
     assert not small["rollout"].fits
     assert not small["train"].fits
-    large = recipe("grpo", devices={"rollout": 8, "score": 4, "train": 32}, roles={}, rollout={"tensor_parallel_size": 8},
-                   model={"gradient_checkpointing": True}, pipeline={"micro_batch_size": 32})  # fmt: skip
+    large = recipe("grpo", devices={"rollout": 8, "score": 8, "train": 32}, roles={}, rollout={"tensor_parallel_size": 8},
+                   model={"gradient_checkpointing": True}, pipeline={"micro_batch_size": 32}, score={"zero_stage": 3})  # fmt: skip
     assert all(table.fits for table in tables(large, "70b").values())
-
-
-def test_a_score_worker_spreads_what_one_gpu_cannot_hold() -> None:
-    made = recipe("grpo", devices={"rollout": 8, "score": 8, "train": 8}, roles={})
-    assert score_shards(made, Shapes(NAMED["8b"], NAMED["8b"]), H100, "score") == 1
-    # Reference and reward model, 282 GB: four GPUs would be full to the brim.
-    assert score_shards(made, Shapes(NAMED["70b"], NAMED["70b"]), H100, "score") == 8
 
 
 def costs(name: str = "8b", **sections):

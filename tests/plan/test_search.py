@@ -10,9 +10,9 @@ from conveyor.plan.candidates import candidates
 from conveyor.plan.command import add_arguments, changed_recipe, run
 from conveyor.plan.estimate import StageSeconds
 from conveyor.plan.hardware import GPUS
+from conveyor.plan.known_models import NAMED
 from conveyor.plan.lengths import Workload
 from conveyor.plan.memory import Shapes
-from conveyor.plan.known_models import NAMED
 from conveyor.plan.predict import predict, simulated_steps
 from conveyor.plan.roofline import Roofline
 from conveyor.plan.search import Found, search

@@ -1,0 +1,41 @@
+"""A cluster in words, and slots on its nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from conveyor.config import UserError
+from conveyor.plan.layout import Cluster, lay_out, parse_cluster, told
+
+
+def test_a_cluster_in_words() -> None:
+    assert parse_cluster("4x8") == Cluster((8, 8, 8, 8), 80.0)
+    assert parse_cluster("1x1:141") == Cluster((1,), 141.0)
+    assert str(parse_cluster("2x8:40")) == "2 nodes × 8 GPUs of 40 GiB"
+    assert str(Cluster((8, 4))) == "2 nodes with 8 + 4 GPUs of 80 GiB"
+
+
+@pytest.mark.parametrize("text", ["", "8", "4x", "x8", "0x8", "4x0", "4x8:", "4x8:0", "4×8", "-1x8", "4x8x2", "99999x99999"])
+def test_what_is_no_cluster(text: str) -> None:
+    with pytest.raises(UserError, match=r"--cluster: .*4x8"):
+        parse_cluster(text)
+
+
+def test_a_slot_is_never_divided_between_nodes() -> None:
+    assert lay_out({"rollout": [8.0]}, [4, 4]) is None
+    assert lay_out({"rollout": [4.0, 4.0], "train": [1.0] * 8}, [8, 8]) == {"rollout": [0, 0], "train": [1] * 8}
+    # Twelve GPUs are there, but no third engine of four.
+    assert lay_out({"rollout": [4.0, 4.0, 4.0]}, [6, 6]) is None
+
+
+def test_slots_of_parts_share_a_gpu() -> None:
+    places = lay_out({"rollout": [1.0], "score": [0.5], "train": [0.5]}, [2])
+    assert places == {"rollout": [0], "score": [0], "train": [0]}
+    assert lay_out({"rollout": [1.0], "score": [0.5], "train": [0.6]}, [2]) is None
+
+
+def test_nodes_that_are_alike_are_told_once() -> None:
+    slots = {"rollout": [8.0], "train": [1.0] * 16}
+    places = lay_out(slots, [8, 8, 8, 8])
+    assert places is not None
+    assert told(places, slots, 4) == ["node 0: rollout 8", "nodes 1–2: train 8", "node 3: nothing"]
