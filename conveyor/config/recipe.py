@@ -142,6 +142,20 @@ class OnlineRecipe(Common):
         return tuple(role for role in self.placed_roles if role != "rollout" and self.role_group(role) == group)
 
     @property
+    def stages_of_groups(self) -> dict[str, tuple[str, ...]]:
+        """Device group → the stages that have workers on it. Of those of one group, one runs at a time."""
+        stages = {"rollout": "rollout", "actor": "train", "critic": "train"}
+        of: dict[str, dict[str, None]] = {}
+        for role in self.placed_roles:
+            of.setdefault(self.role_group(role), {})[stages.get(role, "score")] = None
+        return {group: tuple(found) for group, found in of.items()}
+
+    def sleeping_groups(self, gpus: bool) -> tuple[str, ...]:
+        """Device groups whose stages leave the memory to one another (`pipeline.sleep`)."""
+        sleep = gpus if self.pipeline.sleep is None else self.pipeline.sleep
+        return tuple(group for group, stages in self.stages_of_groups.items() if len(stages) > 1) if sleep else ()
+
+    @property
     def evaluates_in_bubbles(self) -> bool:
         given = None if self.evaluate is None else self.evaluate.in_bubbles
         return not self.beside_rollout if given is None else given

@@ -46,6 +46,8 @@ OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (offline("sft", train={"max_tokens_per_micro_batch": 1000}), "train.max_tokens_per_micro_batch: a sample may have 1024 tokens"),
     (loop("rso", score={"zero_stage": 3, "offload_parameters": "nvme"}), "score.nvme_path: names the folder on a local drive"),
+    (offline("sft", ray={"placement": {"rollout": "spread"}}), "ray.placement.rollout: no device group rollout; there is train"),
+    (loop("rso", ray={"placement": {"judge": "pack"}}), "ray.placement.judge: no device group judge; there is rollout, score, train"),
     # pairs
     (dpo(loss="simpo", length_normalize=False), "dpo.length_normalize: simpo is defined on length-averaged log-probs"),
     (dpo(loss="hinge", label_smoothing=0.1), "dpo.label_smoothing: hinge knows no wrong labels; only sigmoid, robust"),
