@@ -147,8 +147,19 @@ class CloseEvaluation:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """The workers of a stage leave the memory of a device group, then those of another come back to it."""
+
+    group: str
+    leaving: str
+    """rollout, score or train; so is `coming`."""
+    coming: str
+
+
 Action = (
     Admit
+    | HandOver
     | Judge
     | Drop
     | Score
