@@ -76,6 +76,7 @@ def run_placed(
     step_groups = groups_of_steps(recipe, order)
     slots = {group: placement.slots(group) for group in placement.devices}
     held_out = load_held_out(recipe)
+    sleeping = recipe.sleeping_groups(gpus=placement.kind == "GPU")
     plan = run_plan(
         recipe,
         step_groups,
@@ -84,9 +85,10 @@ def run_placed(
         engines=len(engines) if engines else None,
         evaluation_prompts=len(held_out),
         untrained=untrained,
+        sleeping=sleeping,
     )
     trained = [(group.group, group.roles) for group in plan.train_groups]
-    workers = start_workers(recipe, placement, trained, _total_updates(plan), engines)
+    workers = start_workers(recipe, placement, trained, _total_updates(plan), engines, sleeping)
     with RunProgress(recipe.method, total=len(order), done=plan.start_step) as progress:
         clocks = workers.ready(progress.ready)
         if checkpoint:

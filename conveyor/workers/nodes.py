@@ -161,7 +161,9 @@ def unfit(wanted: Sequence[Wanted], nodes: Sequence[Node], devices: str) -> str 
                 return f"ray.placement.{group.group}: strict_pack needs {group.total:g} {devices} on one node; {has}"
             if group.strategy == "strict_spread":
                 able = sum(node.devices + EXACT >= slot for node in nodes)
-                return f"ray.placement.{group.group}: strict_spread needs {len(group.slots)} nodes with {slot:g} {devices} each; {able} have"
+                return (
+                    f"ray.placement.{group.group}: strict_spread needs {len(group.slots)} nodes with {slot:g} {devices} each; {able} have"
+                )
     return f"devices: no way to lay out {describe(wanted)} on the nodes: {listed(nodes)}"
 
 

@@ -43,10 +43,11 @@ from conveyor.types import PartialScores, Rollout
 from conveyor.workers.records import fetch_rollouts
 from conveyor.workers.rendezvous import Membership
 from conveyor.workers.reports import InstallReport, Publication, ScoreReport, Span, WorkerInfo
+from conveyor.workers.sleeping import Sleeper
 from conveyor.workers.weight_sync import Bucket, checked, read
 
 
-class ScoreWorker:
+class ScoreWorker(Sleeper):
     """Scores micro-batches. The same micro-batch gives the same bits."""
 
     def __init__(
@@ -98,6 +99,9 @@ class ScoreWorker:
             model, accelerator=accelerator, offload_parameters=settings.offload_parameters, nvme_path=settings.nvme_path
         )  # fmt: skip
 
+    def _memory(self) -> Any:
+        return self._models
+
     def score(self, roles: tuple[str, ...], rollouts: Sequence[Any]) -> tuple[ScoreReport, PartialScores | None]:
         """What `roles` say of a micro-batch of rollouts (or references to them), sample by sample; of a team rank 0 knows it."""
         start = time.time()
@@ -133,9 +137,10 @@ class ScoreWorker:
         """A model that was installed, for a checkpoint."""
         keeps = self._team is None or self._team.rank == 0
         weights: dict[str, Tensor] = {}
-        for name, weight in self._models[role].named_weights():
-            if keeps:
-                weights[name] = weight.clone()
+        with self._awake():
+            for name, weight in self._models[role].named_weights():
+                if keeps:
+                    weights[name] = weight.clone()
         if keeps:
             save_file(weights, str(Path(folder) / f"{role}.safetensors"))
         if self._team is not None:
@@ -149,7 +154,8 @@ class ScoreWorker:
         """
         file = Path(folder) / f"{role}.safetensors"
         try:
-            self._models[role].overwrite(load_file(str(file)).items())
+            with self._awake():
+                self._models[role].overwrite(load_file(str(file)).items())
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"checkpoint.resume: {file} cannot be read: {reason}; resume from another checkpoint") from error

@@ -712,9 +712,9 @@ def test_everything_on_one_group_is_handed_over_three_times_a_step(overlap: bool
 
 
 def test_snapshots_are_installed_on_the_way_from_the_trainer_to_the_engines() -> None:
-    plan = RunPlan(step_groups=(2, 2), samples_per_group=1, samples_per_update=1, micro_batch_size=1, rollout_group="all", initial_sync=True,
+    plan = RunPlan(step_groups=(2, 2), samples_per_group=1, samples_per_update=1, micro_batch_size=1, rollout_group="all",
                    parts=(ScorePart("all", ("policy_snapshot",), True),), train_groups=(TrainGroup("all", ("actor",)),),
-                   sleeping=(("all", "train"),))  # fmt: skip
+                   initial_sync=True, sleeping=(("all", "train"),))  # fmt: skip
     for seed in range(5):
         sync = [("train", "score"), ("score", "rollout")]
         assert _hand_overs(plan, seed) == [*sync, ("rollout", "score"), ("score", "train")] * 2 + sync

@@ -1,6 +1,6 @@
 """Reserves device groups on a real Ray cluster of three nodes, all on this machine, and prints what came of it as JSON.
 
-A process of its own, because a process has one Ray. The GPUs are numbers only: nothing is started on them but a worker that says where it is.
+A process of its own, because a process has one Ray. The GPUs are numbers only: all that is started on them says where it is.
 """
 
 from __future__ import annotations
