@@ -77,7 +77,7 @@ def _is_movable(storage: torch.UntypedStorage) -> bool:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def tensors_of(roots: Any) -> Iterator[Tensor]:

@@ -13,10 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from conveyor.workers.failures import Who, failure, is_lost, lost, stuck
-
-LISTEN_SECONDS = 5.0
-"""To the others, once a rank says that one of them is lost."""
+from conveyor.workers.failures import LISTEN_SECONDS, Who, failure, is_lost, lost, stuck
 
 
 class Asking:
@@ -41,7 +38,7 @@ class Asking:
 
     async def all(self, asked: Sequence[tuple[Who, Awaitable[Any]]], task: str) -> list[Any]:
         """The answers of workers that do something together, in the order asked."""
-        calls = {asyncio.ensure_future(answer): who for who, answer in asked}
+        calls: dict[asyncio.Future[Any], Who] = {asyncio.ensure_future(answer): who for who, answer in asked}
         sent = time.monotonic()
         try:
             pending = await self._answers(calls, sent)

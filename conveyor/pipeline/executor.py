@@ -108,8 +108,7 @@ class Executor(SamplingExecutor):
                 self._record_samples(group)
 
     def _what_is_left(self) -> str:
-        newest = self.folder.newest_checkpoint()
-        return f"; go on from {newest[1]} with checkpoint.resume" if newest else "; there is no checkpoint (checkpoint.every)"
+        return self.folder.what_is_left()
 
     # ── rollout ──────────────────────────────────────────────────────────────────────────────────
 

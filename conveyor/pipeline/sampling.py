@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -106,7 +106,11 @@ class Sampler:
         """
         with own_errors():
             publication = publish(stored_weights(Path(model)), VERSION, "actor", verify=self.recipe.pipeline.verify_sync)
-            reports = ray.get([engine.install.remote(publication) for engine in self._workers.engines])
+            installs = [engine.install.remote(publication) for engine in self._workers.engines]
+            try:
+                reports = ray.get(installs, timeout=self.recipe.ray.timeout)
+            except GetTimeoutError:
+                raise RunError(f"a rollout engine has not finished install within {self.recipe.ray.timeout:g} s (ray.timeout)") from None
         for report in reports:
             assert not report.mismatched, f"weights were damaged on their way: {report.mismatched[:5]}"
         self._knows_weights = True

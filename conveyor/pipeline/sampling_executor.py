@@ -39,7 +39,6 @@ from conveyor.workers.records import RolloutRef
 from conveyor.workers.reports import EvaluationAborted, Judged, SampleDone, Span
 from conveyor.workers.start import Workers
 
-
 JUDGES = Who("rewards", "rewards", 0)
 
 

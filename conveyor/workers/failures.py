@@ -17,6 +17,8 @@ LESS_MEMORY = {
     "fit": "lower train.max_tokens_per_micro_batch or train.micro_batch_size, or set model.gradient_checkpointing",
 }
 """By stage; `fit`: of methods without a pipeline."""
+LISTEN_SECONDS = 5.0
+"""To the other ranks, once one of them says that it has lost another."""
 NO_MEMORY = ("out of memory", "OutOfMemoryError", "can't allocate memory", "not enough memory", "MemoryError")
 LOST = ("gloo", "NCCL", "nccl", "DistBackendError", "DistNetworkError", "Connection closed by peer", "Broken pipe", "timed out after")
 """Words of a rank that waited for another in vain."""

@@ -11,9 +11,9 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from conveyor.config import OnlineRecipe, RunError
+from conveyor.models.collectives import nccl_environment
 from conveyor.run_folder import RunFolder
 from conveyor.workers.clocks import Clocks, clock_offset
-from conveyor.workers.collectives import nccl_environment
 from conveyor.workers.failures import Who, failure, is_out_of_memory, last_line
 from conveyor.workers.placement import Placement
 from conveyor.workers.rendezvous import Membership, rendezvous

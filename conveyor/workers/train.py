@@ -32,13 +32,13 @@ from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.models.attention import packs
 from conveyor.models.batch import merge_scores
+from conveyor.models.collectives import limit_collectives
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.scalar_model import load_critic, response_values
 from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
 from conveyor.models.zero import loading
 from conveyor.types import TrainBatch
-from conveyor.workers.collectives import limit_collectives
 from conveyor.workers.mixing import Mixing
 from conveyor.workers.prepared import Part, Prepared, Share, by_token
 from conveyor.workers.records import fetch, fetch_rollouts

@@ -232,7 +232,9 @@ def test_metrics_of_a_slow_critic_on_its_own_group_are_in_its_step(tmp_path: Pat
 
 
 def test_a_worker_that_fails_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"train rank 0 of group train is out of memory \(CUDA out of memory.*\); lower train\.max_tokens_per_micro_batch or"):
+    with pytest.raises(
+        RunError, match=r"train rank 0 of group train is out of memory \(CUDA out of memory.*\); lower train\.max_tokens_per_micro_batch or"
+    ):
         run(make_recipe(tmp_path), fail="train")
 
 

@@ -22,7 +22,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients kept apart": {"method": "ppo", "roles": ALL, "algorithm": {"normalize": "streaming_exact", "entropy_coef": 0.01}},
     "the reference on the trainer's group": {"method": "grpo", "roles": {"reference": "train", "score": "judges"}},
     "the reward model on the engines' group": {"method": "ppo", "roles": {"score": "rollout"}, "train": {"train_batch_size": 4}},
-    "a refreshed reference, and checkpoints": {"method": "grpo", "roles": ALL, "algorithm": {"reference_refresh": 2}, "checkpoint": {"every": 1}},
+    "a refreshed reference, and checkpoints": {
+        "method": "grpo",
+        "roles": ALL,
+        "algorithm": {"reference_refresh": 2},
+        "checkpoint": {"every": 1},
+    },
 }
 ASLEEP_TOO = {"prepare", "save_weights", "load_weights"}
 """Need no device, or wake for a moment."""
