@@ -204,7 +204,7 @@ class RooflineCosts:
             held = self.shapes.policy.parameters * engine_bytes(recipe) / recipe.rollout.tensor_parallel_size
         elif stage == "score":
             parameters = sum(self.shapes.of(role).parameters for role in scored_roles(recipe, group))
-            held = parameters * size / score_shards(recipe, self.shapes, self.gpu, group)
+            held = parameters * size / score_shards(recipe, group)
         else:
             zero, ranks = recipe.train.stage(recipe.model.dtype), self.devices[group]
             adam = 0 if recipe.train.offload_optimizer not in (False, "none") else 12 / (ranks if zero >= 1 else 1)

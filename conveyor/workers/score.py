@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from conveyor.data.packing import lay_out
 from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
 from conveyor.models.answering import Answering, WholeModel
 from conveyor.models.attention import packs
+from conveyor.models.collectives import limit_collectives
 from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.joining import join, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
@@ -72,7 +74,8 @@ class ScoreWorker(Sleeper):
             torch.set_num_threads(len(cores))
         if team is not None and not dist.is_initialized():
             backend = "gloo" if cores is not None else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, init_method=f"tcp://{team.address}:{team.port}", rank=team.rank, world_size=team.ranks)
+            dist.init_process_group(backend, init_method=f"tcp://{team.address}:{team.port}", rank=team.rank, world_size=team.ranks,
+                                    timeout=timedelta(seconds=recipe.ray.timeout))  # fmt: skip
 
     def ready(self) -> WorkerInfo:
         """Loads the roles.
@@ -83,6 +86,7 @@ class ScoreWorker(Sleeper):
         for role in self._roles:
             if role not in self._models:
                 self._models[role] = self._answering(role)
+        limit_collectives(self._recipe.ray.timeout)
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
         return WorkerInfo("score", socket.gethostname(), os.getpid(), device)
 
