@@ -86,8 +86,7 @@ class KeptPlacement:
         of = self._of(group)
         if of is self._own:
             return of.actor(cls, group, index, share=share, **kwargs)
-        assert share == 1
-        kwargs.pop("env", None)
+        kwargs.pop("env", None)  # of processes that have started
         return self._begin(cls, kwargs)
 
     def beside_driver(self, cls: type, **kwargs: Any) -> Any:
