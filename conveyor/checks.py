@@ -97,7 +97,7 @@ def check_scoring(recipe: OnlineRecipe) -> list[Completed]:
     functions = _reward_functions(recipe)
     _check_tokens(recipe)
     _check_heads(recipe)
-    check_devices(planned_devices(recipe), available(recipe.ray))
+    check_devices(planned_devices(recipe), available(recipe.ray), placement=recipe.ray.placement)
     limits = [
         limit
         for key, model in models.items()
@@ -121,7 +121,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     _check_heads(recipe)
     _check_lengths(recipe)
     _check_experts(recipe)
-    check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe))
+    check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe), recipe.ray.placement)
     _check_rows_over_ranks(recipe)
     return functions
 

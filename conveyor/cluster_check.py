@@ -4,7 +4,7 @@ without the files that the recipe names: shapes of models come from their config
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import AutoConfig
@@ -15,11 +15,12 @@ from conveyor.plan.fit_advice import advice
 from conveyor.plan.hardware import GPUS, RESERVED_BYTES
 from conveyor.plan.keeping import keeping
 from conveyor.plan.known_models import model_shape
-from conveyor.plan.layout import Cluster, lay_out, parse_cluster, told
+from conveyor.plan.layout import Cluster, parse_cluster, told
 from conveyor.plan.lengths import LengthFacts, Workload
 from conveyor.plan.memory import GroupMemory, Items, Shapes, group_memory, train_items
 from conveyor.plan.models import ModelShape, shape_from_config
 from conveyor.workers.cluster import Devices, available, check_devices, default_devices, gpu_nodes
+from conveyor.workers.nodes import Node, assign, strategies
 
 GIB = 2**30
 SMALLEST = 0.05
@@ -62,7 +63,7 @@ def named_cluster(text: str, ray_section: sections.Ray) -> Cluster:
 def _online(recipe: OnlineRecipe, cluster: Cluster, named: Named) -> str:
     devices = dict(recipe.devices or default_devices(recipe, Devices("GPU", cluster.gpus)))
     recipe = recipe.model_copy(update={"devices": devices})
-    layout = _layout(devices, cluster, devices_per_worker(recipe))
+    layout = _layout(devices, cluster, devices_per_worker(recipe), recipe.ray.placement)
     tables = tables_of(recipe, shapes_of(recipe, named), cluster)
     for table in tables:
         if not table.fits:
@@ -98,7 +99,7 @@ def lengths_of(recipe: OnlineRecipe) -> LengthFacts:
 
 def _offline(recipe: OfflineRecipe, cluster: Cluster, named: Named) -> str:
     devices = dict(recipe.devices or default_devices(recipe, Devices("GPU", cluster.nodes[0])))
-    layout = _layout(devices, cluster, {})
+    layout = _layout(devices, cluster, {}, recipe.ray.placement)
     shape, kept, ranks = _shape(recipe.model.path, "model.path", named.policy), keeping(recipe), max(1, int(devices["train"]))
     if recipe.method in ("reward_model", "process_reward_model"):
         shape = shape.as_scalar()
@@ -116,7 +117,7 @@ def _offline(recipe: OfflineRecipe, cluster: Cluster, named: Named) -> str:
 # ── devices ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _layout(devices: dict[str, float], cluster: Cluster, sizes: dict[str, int]) -> list[str]:
+def _layout(devices: dict[str, float], cluster: Cluster, sizes: dict[str, int], placement: Mapping[str, sections.Strategy]) -> list[str]:
     """What lies on which node."""
     for group, size in sizes.items():
         if size > max(cluster.nodes):
@@ -124,16 +125,11 @@ def _layout(devices: dict[str, float], cluster: Cluster, sizes: dict[str, int]) 
                 f"rollout.tensor_parallel_size: {size}: an engine's GPUs are of one node, and the largest has {max(cluster.nodes)} "
                 f"(group {group})"
             )
-    slots: dict[str, list[float]] = {group: [] for group in devices}
-    for group, amount in check_devices(devices, Devices("GPU", cluster.gpus), sizes):
-        slots[group].append(amount)
-    places = lay_out(slots, cluster.nodes)
-    if places is None:
-        widest = max(sizes.values(), default=1)
-        raise UserError(
-            f"devices: {', '.join(f'{group}: {count:g}' for group, count in devices.items())} do not fit {cluster}: an engine's "
-            f"{widest} GPUs are of one node"
-        )
+    nodes = [Node(str(number), f"node {number}", gpus, gpus) for number, gpus in enumerate(cluster.nodes)]
+    slots = check_devices(devices, Devices("GPU", cluster.gpus, tuple(nodes)), sizes, placement)
+    found = assign(strategies(slots, placement), nodes)
+    assert found is not None, "checked above"
+    places = {group: [int(node) for node in of_slots] for group, of_slots in found.items()}
     return [f"on {cluster}", *(f"  {line}" for line in told(places, slots, len(cluster.nodes)))]
 
 

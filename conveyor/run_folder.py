@@ -138,6 +138,11 @@ class RunFolder:
             pass
         _CLAIMED[place] = descriptor
 
+    def what_is_left(self) -> str:
+        """Of a run that has failed: the end of the line that says so."""
+        newest = self.newest_checkpoint()
+        return f"; go on from {newest[1]} with checkpoint.resume" if newest else "; there is no checkpoint (checkpoint.every)"
+
     def newest_checkpoint(self) -> tuple[int, Path] | None:
         """(steps done, folder) of the newest complete checkpoint."""
         found = self._checkpoints()

@@ -71,7 +71,7 @@ class KeptPlacement:
     has processes of its own."""
 
     def __init__(self, kept: KeptWorkers, devices: Mapping[str, float]) -> None:
-        self.devices = devices
+        self.devices, self.kind = devices, kept.placement.kind
         self._kept, self._begun = kept, list[Any]()
         own = {group: count for group, count in devices.items() if count != kept.placement.devices[group]}
         self._own = Placement.create(own, sections.Ray()) if own else None
@@ -86,7 +86,7 @@ class KeptPlacement:
         of = self._of(group)
         if of is self._own:
             return of.actor(cls, group, index, share=share, **kwargs)
-        assert share == 1
+        kwargs.pop("env", None)  # of processes that have started
         return self._begin(cls, kwargs)
 
     def beside_driver(self, cls: type, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired", "simpo", "cp
 
 def broken_offline_rules(recipe: OfflineRecipe | LoopRecipe) -> list[tuple[str, str]]:
     """(key, reason) for every rule between sections that the recipe breaks."""
-    broken = [*_train(recipe)]
+    broken = [*_train(recipe), *_nodes(recipe)]
     if isinstance(recipe, DpoRecipe | RsoRecipe | IterativeDpoRecipe):
         broken += _dpo(recipe.dpo)
     if isinstance(recipe, DpoRecipe):
@@ -41,6 +41,13 @@ def _train(recipe: OfflineRecipe | LoopRecipe) -> Broken:
     for key in ("critic_learning_rate", "critic_warmup_steps"):
         if getattr(train, key):
             yield f"train.{key}", f"{recipe.method} has no critic"
+
+
+def _nodes(recipe: OfflineRecipe | LoopRecipe) -> Broken:
+    groups = {"train", *(recipe.devices or ()), *(("rollout", "score", *recipe.roles.values()) if isinstance(recipe, LoopRecipe) else ())}
+    for group in recipe.ray.placement:
+        if group not in groups:
+            yield f"ray.placement.{group}", f"no device group {group}; there is {', '.join(sorted(groups))}"
 
 
 def _dpo(dpo: Dpo) -> Broken:

@@ -142,6 +142,23 @@ class OnlineRecipe(Common):
         return tuple(role for role in self.placed_roles if role != "rollout" and self.role_group(role) == group)
 
     @property
+    def stages_of_groups(self) -> dict[str, tuple[str, ...]]:
+        """Device group → the stages that have workers on it: rollout, score, train. Of those of one group, one runs at a time."""
+        stages = {"rollout": "rollout", "actor": "train", "critic": "train"}
+        of: dict[str, dict[str, None]] = {}
+        for role in self.placed_roles:
+            of.setdefault(self.role_group(role), {})[stages.get(role, "score")] = None
+        return {group: tuple(found) for group, found in of.items()}
+
+    def sleeping_groups(self, gpus: bool, trains: bool = True) -> dict[str, str]:
+        """Device groups whose stages leave the memory to one another (`pipeline.sleep`) → the stage that is awake before and after a
+        run: the trainer, which loads and saves, else the engines. `trains`: off where nothing is trained."""
+        if not (gpus if self.pipeline.sleep is None else self.pipeline.sleep):
+            return {}
+        stages = {group: [stage for stage in found if trains or stage != "train"] for group, found in self.stages_of_groups.items()}
+        return {group: "train" if "train" in found else "rollout" for group, found in stages.items() if len(found) > 1}
+
+    @property
     def evaluates_in_bubbles(self) -> bool:
         given = None if self.evaluate is None else self.evaluate.in_bubbles
         return not self.beside_rollout if given is None else given

@@ -16,7 +16,7 @@ Broken = Iterator[tuple[str, str]]
 
 def broken_rules(recipe: OnlineRecipe, trains: bool = True) -> list[tuple[str, str]]:
     """(key, reason) for every rule between sections that the recipe breaks; of one that only samples, those that matter then."""
-    training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn, _replay)
+    training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn, _replay, _nodes)
     of = (*(training if trains else ()), _group_fits, _placement, _evaluate)
     alike = (*broken_engine_rules(recipe.rollout), *broken_reward_rules(recipe.rewards), *broken_score_rules(recipe.score))
     return [*(broken for rules in of for broken in rules(recipe)), *alike]
@@ -201,6 +201,15 @@ def _placement(recipe: OnlineRecipe) -> Broken:
         yield from ((f"devices.{group}", "no role is placed on this group") for group in recipe.devices if group not in used)
     if recipe.devices is not None and "rewards" in recipe.devices:
         yield "devices.rewards", "this name stands for reward functions, which need no device; choose another"
+
+
+def _nodes(recipe: OnlineRecipe) -> Broken:
+    if recipe.pipeline.sleep and not recipe.sleeping_groups(gpus=True):
+        yield "pipeline.sleep", "no two stages share a device group, so nothing has to make room; name one group for several roles"
+    groups = recipe.devices or {recipe.role_group(role) for role in recipe.placed_roles}
+    for group in recipe.ray.placement:
+        if group not in groups:
+            yield f"ray.placement.{group}", f"no device group {group}; there is {', '.join(sorted(groups))}"
 
 
 def _evaluate(recipe: OnlineRecipe) -> Broken:

@@ -25,6 +25,8 @@ PositiveInt = Annotated[Whole, Field(gt=0)]
 PositiveFloat = Annotated[Number, Field(gt=0)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
 DType = Literal["float32", "bfloat16"]
+Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
+"""How the workers of a device group are put on nodes."""
 
 
 def _offload(value: Any) -> Any:
@@ -255,6 +257,11 @@ class Pipeline(Section):
     order: Literal["prompt", "completion"] = Field("prompt", description="order in which micro-batches of an update are trained")
     in_flight_update: Flag = Field(True, description="staleness ≥ 1: engines keep their requests through an install; off: they drain first")
     verify_sync: Flag = Field(False, description="compare a checksum per tensor on both sides of every sync")
+    sleep: Flag | None = Field(
+        None,
+        description="stages that share a device group leave its memory to the one whose turn it is: engines sleep, models and "
+        "optimizers wait in host memory; default: on GPUs",
+    )
 
 
 class Steps(Section):
@@ -321,3 +328,13 @@ class Ray(Section):
         None, description="object store of a local Ray; default: room for two versions of the weights on CPU, Ray's own on GPU"
     )
     placement_timeout: PositiveFloat = Field(10.0, description="seconds to wait for the devices asked for")
+    timeout: PositiveFloat = Field(
+        1800.0,
+        description="seconds that ranks wait for one another in a collective, and a worker has for one task (a micro-batch, an update, a "
+        "sync, a checkpoint; not sampling), before the run ends with its name",
+    )
+    placement: dict[str, Strategy] = Field(
+        {},
+        description="device group → how its workers are put on nodes: pack (default; as few nodes as can be), spread (evenly), "
+        "strict_pack (one node, or an error), strict_spread (a node each, or an error); an engine's own devices are always of one node",
+    )

@@ -40,6 +40,7 @@ def offline_recipe(recipe: LoopRecipe, data: Path, start: str, sampler: str, fol
     kept["data"] |= {"path": str(data), "eval_path": None, "max_length": recipe.longest_sample, "drop_last": False}
     kept["checkpoint"] |= {"resume": RunFolder(folder).newest_checkpoint() is not None}
     kept |= {"output_dir": str(folder), "overwrite": True, "model": models[start]}
+    kept["ray"] |= {"placement": {group: strategy for group, strategy in recipe.ray.placement.items() if group == "train"}}
     if recipe.devices is not None and "train" in recipe.devices:
         kept["devices"] = {"train": recipe.devices["train"]}
     if isinstance(recipe, RejectionSamplingRecipe):

@@ -52,7 +52,7 @@ def check_loop(recipe: LoopRecipe) -> tuple[PromptOrder, list[Prompt]]:
         check_targets(read_model_config("model.path", recipe.model.path), inner.lora)
     check_routers(read_model_config("model.path", recipe.model.path), inner.train)
     if recipe.devices is not None and engines_stay(recipe):
-        check_asked(recipe.devices, available(recipe.ray))
+        check_asked(recipe.devices, available(recipe.ray), placement=recipe.ray.placement)
     if recipe.rounds.max_staleness and not engines_stay(recipe):
         raise UserError(
             "rounds.max_staleness: engines that sample while the policy is trained need devices of their own; name groups rollout and train"

@@ -25,6 +25,7 @@ from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.balance import micro_batches
 from conveyor.data.order import EpochOrder
 from conveyor.models.adapters import add_adapter, write_adapter
+from conveyor.models.collectives import limit_collectives
 from conveyor.models.routing import routing_of, watch
 from conveyor.models.sample_logprobs import sample_logprobs
 from conveyor.models.sequence_parallel import parallelize
@@ -69,6 +70,7 @@ def fit(
         add_adapter(model, recipe.lora)
     engine = TrainEngine(model, recipe.train, learning_rate=recipe.train.learning_rate, total_updates=len(order),
                          dtype=recipe.model.dtype, accelerator=accelerator)  # fmt: skip
+    limit_collectives(recipe.ray.timeout)
     trainer = Trainer(engine, recipe.train)
     if start:
         trainer.load(folder.checkpoints / f"step_{start}")

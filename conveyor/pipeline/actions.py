@@ -147,8 +147,25 @@ class CloseEvaluation:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """The workers of a stage leave the memory of a device group, then those of another come back to it."""
+
+    group: str
+    leaving: str
+    """rollout, score or train; so is `coming`."""
+    coming: str
+
+    def step(self, version: int) -> int:
+        """From 0, the step it is done for, when `version` is the newest published: on the way back to the engines that of the weights
+        which they are about to take."""
+        back = self.leaving == "train" or self.coming == "rollout"
+        return max(0, version - 1) if back else version
+
+
 Action = (
     Admit
+    | HandOver
     | Judge
     | Drop
     | Score

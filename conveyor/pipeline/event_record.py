@@ -64,6 +64,12 @@ class EventRecord:
     def judged_held_out(self, judged: Judged) -> None:
         self._event(REWARDS, "+".join(judged.rewards), JUDGE, judged.span, step=judged.version, version=judged.version, samples=[judged.id])
 
+    def moved(self, where: Place, task: str, step: int, span: Span) -> None:
+        """A worker went to sleep, or woke. `span` is of the driver's clock."""
+        offset = self._clock_offsets.get(where, 0.0)
+        span = Span(span.start + offset, span.end + offset)
+        self._event(where, where.stage, task, span, step=step, version=step)
+
     def _event(
         self,
         worker: Place,

@@ -5,7 +5,6 @@ Every report becomes an event for the scheduler, a line in the books (`ledger.py
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from typing import Any
 from conveyor.config import RunError
 from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.actions import (
-    Action,
     Admit,
     Checkpoint,
     CloseEvaluation,
@@ -42,6 +40,7 @@ from conveyor.pipeline.sampling_executor import SamplingExecutor
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.run_folder import RunFolder, write_control, write_untrained
 from conveyor.types import Prompt, SampleId
+from conveyor.workers.failures import Who
 from conveyor.workers.records import RolloutRef
 from conveyor.workers.reports import EvaluationAborted, Judged, MicroBatchKey, SampleDone, SampleReport, SampleRow, Span
 from conveyor.workers.start import Workers
@@ -75,7 +74,7 @@ class Executor(SamplingExecutor):
         control: what steps before a resumed run's first one say; default: a run from the start.
         """
         self.recipe = recorder.recipe
-        super().__init__(scheduler, workers, HeldOut(self.recipe, scheduler.plan, held_out), recorder)
+        super().__init__(scheduler, workers, HeldOut(self.recipe, scheduler.plan, held_out), recorder, self.recipe.ray.timeout)
         self.order, self.folder = order, folder
         self.ledger = Ledger(self.recipe, control)
         self._open_samples: dict[int, list[tuple[int, SampleDone]]] = defaultdict(list)
@@ -108,27 +107,15 @@ class Executor(SamplingExecutor):
             for group in list(self._open_samples):  # one that is judged can settle those that wait behind it
                 self._record_samples(group)
 
-    def _worker_of(self, action: Action) -> str:
-        match action:
-            case Admit(engine, _, _) | InstallEngine(engine, _):
-                return f"rollout engine {engine}"
-            case Score(part, worker, _, _) | InstallSnapshot(part, worker, _):
-                return f"score worker {worker} of group {self.plan.parts[part].group}"
-            case Prepare() | Train() | Update() | Publish() | Checkpoint() | Finish():
-                return f"a train worker of group {self.plan.train_groups[action.train_group].group}"
-            case _:
-                return super()._worker_of(action)
-
     def _what_is_left(self) -> str:
-        newest = self.folder.newest_checkpoint()
-        return f"; go on from {newest[1]} with checkpoint.resume" if newest else "; there is no checkpoint (checkpoint.every)"
+        return self.folder.what_is_left()
 
     # ── rollout ──────────────────────────────────────────────────────────────────────────────────
 
     async def _admit(self, action: Admit) -> None:
         self.recorder.admitted(action.engine, (SampleId(action.group, k) for k in range(self.plan.samples_per_group)))
         n, greedy = self.recipe.rollout.n_samples_per_prompt, self.recipe.greedy_baseline
-        await self.workers.engines[action.engine].submit.remote(self.order.prompt(action.group), n, greedy)
+        await self._ask_engine(action.engine, "submit", self.order.prompt(action.group), n, greedy)
 
     def _left_engine(self, engine: int, report: SampleDone | EvaluationAborted, rollout: RolloutRef | None) -> Event:
         if isinstance(report, EvaluationAborted) or report.id.group < 0:
@@ -157,7 +144,8 @@ class Executor(SamplingExecutor):
         rollouts = self.ledger.rollouts(action.samples)
         report, scores = worker.score.options(num_returns=2).remote(part.roles, rollouts)
         self.ledger.add_score(action.key, action.part, scores)
-        self.recorder.scored(part, action.worker, action.key, await report)
+        done = await self.asking.one(self._scorer(action.part, action.worker), "score", report)
+        self.recorder.scored(part, action.worker, action.key, done)
 
     def _to_judge(self, action: Judge) -> Any:
         return self.ledger.rollouts([action.sample])[0] if action.version is None else super()._to_judge(action)
@@ -176,8 +164,9 @@ class Executor(SamplingExecutor):
 
     async def _on_ranks(self, train_group: int, method: str, *arguments: Any) -> list[Any]:
         """Call a method on every rank of a train group; their answers in rank order."""
+        group = self.plan.train_groups[train_group].group
         calls = [getattr(rank, method).remote(*arguments) for rank in self.workers.trainers[train_group]]
-        return list(await asyncio.gather(*calls))
+        return await self.asking.all([(Who("train", group, rank), call) for rank, call in enumerate(calls)], method)
 
     async def _prepare(self, action: Prepare) -> None:
         rollouts, scores = self.ledger.rollouts(action.samples), self.ledger.scores(action.key, action.samples)
@@ -225,7 +214,7 @@ class Executor(SamplingExecutor):
                 self.recorder.published(action.train_group, publication)
 
     async def _install_engine(self, action: InstallEngine) -> None:
-        report = await self.workers.engines[action.engine].install.remote(self._publications.get("actor", action.version))
+        report = await self._ask_engine(action.engine, "install", self._publications.get("actor", action.version))
         self._verify(f"rollout engine {action.engine}", report.mismatched)
         self.recorder.installed(self.plan.rollout_group, "rollout", action.engine, report)
 
@@ -234,7 +223,8 @@ class Executor(SamplingExecutor):
         worker = self.workers.scorers[part.group][action.worker]
         for role in part.roles:
             if role in SNAPSHOT_OF and (role != "reference" or part.refresh is not None):
-                report = await worker.install.remote(role, self._publications.get(SNAPSHOT_OF[role], action.version))
+                call = worker.install.remote(role, self._publications.get(SNAPSHOT_OF[role], action.version))
+                report = await self.asking.one(self._scorer(action.part, action.worker), "install", call)
                 self._verify(f"{role} on {part.group} {action.worker}", report.mismatched)
                 self.recorder.installed(part.group, role, action.worker, report)
 
@@ -260,6 +250,7 @@ class Executor(SamplingExecutor):
     async def _save_reference(self, step: int, folder: Path) -> None:
         """A reference that was refreshed, unless it is what is published for this very step. It has its version on every worker: the
         step before has been scored with it."""
-        for part in self.plan.parts:
+        for number, part in enumerate(self.plan.parts):
             if part.refresh is not None and step % part.refresh and step > part.refresh:
-                await self.workers.scorers[part.group][0].save_weights.remote("reference", str(folder))
+                call = self.workers.scorers[part.group][0].save_weights.remote("reference", str(folder))
+                await self.asking.one(self._scorer(number, 0), "save_weights", call)

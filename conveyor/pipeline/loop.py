@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 from conveyor.checks import check_online, devices_per_worker, load_held_out, planned_devices, store_gib
 from conveyor.config import OnlineRecipe, RunError, UserError
 from conveyor.data.prompts import PromptOrder
+from conveyor.pipeline.asking import Asking
 from conveyor.pipeline.control import StepControl
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.recorder import Recorder
@@ -26,6 +27,7 @@ from conveyor.report.page import write_report
 from conveyor.report.progress import RunProgress
 from conveyor.report.trace import write_trace
 from conveyor.run_folder import RunFolder, read_control, read_untrained
+from conveyor.workers.failures import Who
 from conveyor.workers.placement import Placement
 from conveyor.workers.start import Workers, start_workers
 from conveyor.workers.team import members
@@ -76,6 +78,7 @@ def run_placed(
     step_groups = groups_of_steps(recipe, order)
     slots = {group: placement.slots(group) for group in placement.devices}
     held_out = load_held_out(recipe)
+    sleeping = recipe.sleeping_groups(gpus=placement.kind == "GPU")
     plan = run_plan(
         recipe,
         step_groups,
@@ -84,16 +87,17 @@ def run_placed(
         engines=len(engines) if engines else None,
         evaluation_prompts=len(held_out),
         untrained=untrained,
+        sleeping=sleeping,
     )
     trained = [(group.group, group.roles) for group in plan.train_groups]
-    workers = start_workers(recipe, placement, trained, _total_updates(plan), engines)
+    workers = start_workers(recipe, placement, trained, _total_updates(plan), engines, sleeping)
     with RunProgress(recipe.method, total=len(order), done=plan.start_step) as progress:
-        clocks = workers.ready(progress.ready)
+        clocks, asking = workers.ready(progress.ready), Asking(recipe.ray.timeout, folder.what_is_left)
         if checkpoint:
-            _on_every_rank(workers, "load_checkpoint", str(checkpoint[1]))
+            _on_every_rank(workers, plan, asking, "load_checkpoint", str(checkpoint[1]))
             _load_references(workers, plan, *checkpoint)
         if gradient_folder is not None:
-            _on_every_rank(workers, "record_gradient", str(gradient_folder.absolute()))
+            _on_every_rank(workers, plan, asking, "record_gradient", str(gradient_folder.absolute()))
         recorder = Recorder(recipe, plan, folder, progress.step, clocks)
         try:
             if plan.start_step < len(order):
@@ -103,7 +107,7 @@ def run_placed(
             recorder.close()
     write_trace(read_events(folder.events), folder.trace)
     write_report(folder.path)
-    _on_every_rank(workers, "save_model", str(folder.model), str(folder.critic))
+    _on_every_rank(workers, plan, asking, "save_model", str(folder.model), str(folder.critic))
     return recorder.last_row
 
 
@@ -126,5 +130,13 @@ def _total_updates(plan: RunPlan) -> int:
     return plan.update_epochs * sum(per_step)
 
 
-def _on_every_rank(workers: Workers, method: str, *arguments: Any) -> None:
-    ray.get([getattr(rank, method).remote(*arguments) for ranks in workers.trainers for rank in ranks])
+def _on_every_rank(workers: Workers, plan: RunPlan, asking: Asking, method: str, *arguments: Any) -> None:
+    async def of_group(group: str, ranks: list[Any]) -> None:
+        calls = [(Who("train", group, rank), getattr(worker, method).remote(*arguments)) for rank, worker in enumerate(ranks)]
+        await asking.all(calls, method)
+
+    async def go() -> None:
+        groups = zip(plan.train_groups, workers.trainers, strict=True)
+        await asyncio.gather(*(of_group(line.group, ranks) for line, ranks in groups))
+
+    asyncio.run(go())

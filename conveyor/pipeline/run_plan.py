@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,6 +93,8 @@ class RunPlan:
     """Publish the trainer's weights before the first rollout: after a resume, for snapshots, for engines that held others."""
     checkpoint_every: int | None = None
     evaluation: EvaluationPlan | None = None
+    sleeping: tuple[tuple[str, str], ...] = ()
+    """(device group, the stage that is awake first) of groups whose stages leave the memory to one another (`awake.py`)."""
 
     def resource(self, group: str) -> str:
         """What tasks on a device group exclude one another by: without overlap, everything."""
@@ -107,6 +109,7 @@ def run_plan(
     engines: int | None = None,
     evaluation_prompts: int = 0,
     untrained: tuple[tuple[int, ...], int] | None = None,
+    sleeping: Mapping[str, str] | None = None,
 ) -> RunPlan:
     """The plan of a recipe.
 
@@ -115,6 +118,7 @@ def run_plan(
         engines: rollout engines that run already and hold other weights; default: one a slot, freshly loaded.
         evaluation_prompts: held-out prompts.
         untrained: what a checkpoint says of groups in flight (`Membership.untrained`).
+        sleeping: `recipe.sleeping_groups`; default: none.
     """
     parts = score_parts(recipe)
     trained = train_groups(recipe)
@@ -144,6 +148,7 @@ def run_plan(
         evaluation=_evaluation_plan(recipe, evaluation_prompts),
         carried=untrained[0] if untrained else (),
         next_group=untrained[1] if untrained else None,
+        sleeping=tuple((sleeping or {}).items()),
     )
 
 

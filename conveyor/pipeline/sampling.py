@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -90,11 +90,12 @@ class Sampler:
         folder = RunFolder(recipe.output_dir)
         folder.path.mkdir(parents=True, exist_ok=True)
         slots = {group: placement.slots(group) for group in placement.devices}
+        sleeping = {} if replay else recipe.sleeping_groups(gpus=placement.kind == "GPU", trains=False)
         with own_errors():
-            self._workers = start_workers(recipe, placement, [], 1, engines)
+            self._workers = start_workers(recipe, placement, [], 1, engines, sleeping)
             clocks = self._workers.ready(on_ready)
         # Without steps there is no sync before the first sample.
-        self._plan = replace(run_plan(recipe, [], slots, engines=len(self._workers.engines)), initial_sync=False)
+        self._plan = replace(run_plan(recipe, [], slots, engines=len(self._workers.engines), sleeping=sleeping), initial_sync=False)
         self._record = EventRecord(self._plan, folder, clocks)
 
     def install(self, model: Path | str) -> None:
@@ -105,7 +106,11 @@ class Sampler:
         """
         with own_errors():
             publication = publish(stored_weights(Path(model)), VERSION, "actor", verify=self.recipe.pipeline.verify_sync)
-            reports = ray.get([engine.install.remote(publication) for engine in self._workers.engines])
+            installs = [engine.install.remote(publication) for engine in self._workers.engines]
+            try:
+                reports = ray.get(installs, timeout=self.recipe.ray.timeout)
+            except GetTimeoutError:
+                raise RunError(f"a rollout engine has not finished install within {self.recipe.ray.timeout:g} s (ray.timeout)") from None
         for report in reports:
             assert not report.mismatched, f"weights were damaged on their way: {report.mismatched[:5]}"
         self._knows_weights = True
@@ -154,7 +159,7 @@ class Sampler:
         stages: tuple[Sequence[int], Callable[[int], Awaitable[None]]] | None,
     ) -> None:
         books = _InFlight(self.recipe, prompts, greedy, on_prompt, Stages(*stages) if stages else None)
-        await SamplingExecutor(Scheduler(plan), self._workers, books, self._record).run()
+        await SamplingExecutor(Scheduler(plan), self._workers, books, self._record, self.recipe.ray.timeout).run()
 
     def close(self) -> None:
         """Ends the workers that were started here, so that others can have their devices."""

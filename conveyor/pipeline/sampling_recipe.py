@@ -34,9 +34,9 @@ def sampling_recipe(raw: dict[str, Any], output_dir: str, source: str = "samplin
     Raises:
         UserError: a key is unknown, a value has the wrong type or range, or sections contradict each other.
     """
-    micro_batch = (raw.get("pipeline") or {}).get("micro_batch_size")
+    pipeline = {key: value for key in ("micro_batch_size", "sleep") if (value := (raw.get("pipeline") or {}).get(key)) is not None}
     raw = {key: value for key, value in raw.items() if key in (*KEPT, "model") and value is not None}
-    raw |= {} if micro_batch is None else {"pipeline": {"micro_batch_size": micro_batch}}
+    raw |= {"pipeline": pipeline} if pipeline else {}
     raw |= {"method": "reinforce", "output_dir": output_dir, "overwrite": True, "algorithm": {"kl_coef": 0.0}}
     given = raw.get("rollout")
     if given is None or isinstance(given, dict):  # other values are refused below

@@ -23,6 +23,7 @@ carries actions out on Ray actors, the simulator on a virtual clock; both drive 
 | InstallSnapshot    | the version published; the worker free                                       |
 | Checkpoint, Finish | the step published                                                           |
 | Evaluate           | a version due for evaluation; an engine with nothing else to do (`evaluation.py`) |
+| HandOver           | the turn of a stage that sleeps (`awake.py`)                                 |
 
 Device groups are resources: tasks of two stages never run on one group at once (`turns.py`). With
 overlap off every task asks for one and the same resource, which makes the stages take turns.
@@ -44,6 +45,7 @@ from conveyor.pipeline.actions import (
     EvaluationSampled,
     Event,
     Finish,
+    HandOver,
     InstallEngine,
     InstallSnapshot,
     Judge,
@@ -56,6 +58,7 @@ from conveyor.pipeline.actions import (
     Train,
     Update,
 )
+from conveyor.pipeline.awake import Awake
 from conveyor.pipeline.batching import UpdateBatcher, cut_into_updates
 from conveyor.pipeline.engine_pool import EnginePool
 from conveyor.pipeline.evaluation import Evaluation
@@ -100,6 +103,9 @@ class Scheduler:
         self.scoring = ScoreStage(plan, self._published)
         self._lines = [TrainLine(plan, number) for number in range(len(plan.train_groups))]
         self._turns = Turns()
+        self.awake = Awake(plan)
+        self._preparing: Counter[str | None] = Counter()
+        """Train group's device group → its micro-batches that will soon be ready to train."""
         self.evaluation = Evaluation(plan)
         if not plan.initial_sync:
             self.evaluation.open(self._published)
@@ -125,6 +131,7 @@ class Scheduler:
         started: list[Action] = [
             Prepare(line.number, micro_batch.key, micro_batch.samples) for micro_batch in self.scoring.take_ready() for line in self._lines
         ]
+        self._preparing.update(self._group(action) for action in started if isinstance(action, Prepare))
         started += self._dropped
         self._dropped.clear()
         if self.plan.overlap:  # nothing to take turns with
@@ -156,12 +163,20 @@ class Scheduler:
         due: dict[tuple[str, str], Action] = {}
         for stage, actions in (("train", self._training()), ("score", self._scoring()), ("rollout", self._sampling())):
             for action in actions:
-                due.setdefault((self._resource(action), stage), action)
+                if self._may_have_its_turn(action, stage):
+                    due.setdefault((self._resource(action), stage), action)
         turn = self._turns.next(due)
         if turn is None:
             return None
         self._turns.start(*turn)
-        return due[turn]
+        return self.awake.before(self._group(due[turn]), turn[1]) or due[turn]
+
+    def _may_have_its_turn(self, action: Action, stage: str) -> bool:
+        """Not while its group is handed over, nor does it wake its stage when the trainer is about to have something to do."""
+        group = self._group(action)
+        if group is None:
+            return True
+        return not self.awake.moving(group) and not (stage != "train" and self._preparing[group] and self.awake.is_asleep(group, stage))
 
     def _sampling(self) -> Iterator[Action]:
         engine = self.engines.to_install(self._keeps_version)
@@ -225,6 +240,8 @@ class Scheduler:
                 self.membership.admit(self.engines.versions[engine])
                 if (step := self.membership.step_of(group)) is not None:
                     self._open_step(step)
+            case HandOver():
+                self.awake.start(action)
             case InstallEngine(engine, version):
                 self.engines.install(engine, version)
             case Evaluate(engine, _, _):
@@ -328,6 +345,8 @@ class Scheduler:
         if not isinstance(action, (Prepare, CloseEvaluation)):
             self._turns.end(self._resource(action))
         match action:
+            case HandOver():
+                self.awake.done(action)
             case Score() | InstallSnapshot() | ScoreEvaluation():
                 self.scoring.done(action)
                 if isinstance(action, ScoreEvaluation):
@@ -340,6 +359,7 @@ class Scheduler:
                 raise AssertionError("answered by samples, or by nothing")
             case Prepare() | Train() | Update() | Publish() | Checkpoint() | Finish():
                 line = self._lines[action.train_group]
+                self._preparing[self._group(action)] -= isinstance(action, Prepare)
                 line.done(action, len(self._updates.get(line.step, ())))
                 self._after_train_task(action)
 
@@ -361,14 +381,20 @@ class Scheduler:
                     self._publishing.pop(step, None)
 
     def _resource(self, action: Action) -> str:
+        return self.plan.resource(self._group(action) or REWARDS)
+
+    def _group(self, action: Action) -> str | None:
+        """The device group that it runs on; None: on no device."""
         match action:
+            case HandOver(group, _, _):
+                return group
             case Admit() | InstallEngine() | Evaluate():
-                return self.plan.resource(self.plan.rollout_group)
+                return self.plan.rollout_group
             case Score(part, _, _, _) | InstallSnapshot(part, _, _) | ScoreEvaluation(part, _, _, _):
-                return self.plan.resource(self.plan.parts[part].group)
+                return self.plan.parts[part].group
             case Judge():
-                return self.plan.resource(REWARDS)
+                return None
             case CloseEvaluation() | Drop():
                 raise AssertionError("needs no resource")
             case _:
-                return self.plan.resource(self.plan.train_groups[action.train_group].group)
+                return self.plan.train_groups[action.train_group].group

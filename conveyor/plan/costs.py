@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from conveyor.pipeline.run_plan import ScorePart, TrainGroup
@@ -47,6 +47,9 @@ class CostModel(Protocol):
     def checkpoint(self, group: TrainGroup) -> float: ...
 
     def finish(self, group: TrainGroup) -> float: ...
+
+    def move(self, group: str, stage: str) -> float:
+        """A stage's workers leave the memory of a device group, or come back to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class TaskCosts:
     """Of a reference that is refreshed."""
     judging: Sequence[float] = (0.0,)
     """Of functions and urls: each sample takes one of these, drawn by its name."""
+    moves: Mapping[str, float] = field(default_factory=dict)
+    """Stage → seconds in which its workers go to sleep, or wake."""
 
     def score(self, part: ScorePart, samples: Sequence[Size]) -> float:
         return self.scorers["+".join(part.roles)](samples)
@@ -132,6 +137,9 @@ class TaskCosts:
 
     def finish(self, group: TrainGroup) -> float:
         return self._trainer(group).finish
+
+    def move(self, group: str, stage: str) -> float:
+        return self.moves.get(stage, 0.0)
 
     def _trainer(self, group: TrainGroup) -> TrainerCosts:
         return self.trainers["+".join(group.roles)]

@@ -30,7 +30,7 @@ from conveyor.plan.lengths import LengthFacts
 from conveyor.plan.memory import GroupMemory
 from conveyor.plan.record import RunRecord
 from conveyor.plan.simulate import Steady, simulate, steady
-from conveyor.report.events import JUDGE, Event
+from conveyor.report.events import JUDGE, MOVES, Event
 
 Array = NDArray[np.float64]
 T = TypeVar("T")
@@ -54,6 +54,7 @@ def fit(run: RunRecord) -> TaskCosts:
         snapshot_install=_a_step(event for event in events if event.task == "install" and event.role.endswith("_snapshot")),
         reference_install=_a_step(event for event in events if event.task == "install" and event.role == "reference"),
         latency=_latency(events),
+        moves=_moves(events),
         judging=tuple(event.end - event.start for event in events if event.task == JUDGE),
     )
 
@@ -91,6 +92,15 @@ def _a_step(events: Iterable[Event]) -> float:
     for event in events:
         sums[event.step, event.worker] += event.end - event.start
     return float(np.mean(list(sums.values()))) if sums else 0.0
+
+
+def _moves(events: Sequence[Event]) -> dict[str, float]:
+    """Stage → mean seconds in which one of its workers goes to sleep, or wakes."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.task in MOVES:
+            seconds[event.role].append(event.end - event.start)
+    return {stage: float(np.mean(found)) for stage, found in seconds.items()}
 
 
 def _linear(spans: Mapping[Occasion, float], run: RunRecord) -> Linear:
@@ -232,6 +242,9 @@ class Profile:
         """judge_seconds: what functions and urls take for a sample, if not as long as in the run."""
         fitted = fit(run)
         return cls(run, fitted if judge_seconds is None else replace(fitted, judging=(judge_seconds,)))
+
+    def sleeping(self, recipe: OnlineRecipe) -> dict[str, str]:
+        return recipe.sleeping_groups(gpus=bool(self.fitted.moves))
 
     def costs(self, recipe: OnlineRecipe) -> TaskCosts:
         """Raises UserError where the recipe has a role that the run had not."""

@@ -1,4 +1,4 @@
-"""A cluster in words, `4x8:80`, and whether slots of several GPUs fit its nodes."""
+"""A cluster in words, `4x8:80`, and what lies on its nodes."""
 
 from __future__ import annotations
 
@@ -40,23 +40,6 @@ def parse_cluster(text: str) -> Cluster:
             f"--cluster: {text!r}: say nodes x GPUs of each, such as 4x8, with their memory in GiB if it is not 80: 4x8:141; or ray"
         )
     return Cluster((int(match[2]),) * int(match[1]), float(match[3] or USUAL_GIB))
-
-
-def lay_out(slots: Mapping[str, Sequence[float]], nodes: Sequence[int]) -> dict[str, list[int]] | None:
-    """Group → node of each slot, the largest slots first, each on the fullest node that has room; None: they do not fit. A slot is never
-    divided between nodes; slots of less than one GPU share GPUs."""
-    free = [float(node) for node in nodes]
-    places: dict[str, list[int]] = {group: [] for group in slots}
-    order = sorted(((amount, group) for group, amounts in slots.items() for amount in amounts), key=lambda one: -one[0])
-    for amount, group in order:
-        fitting = [node for node, room in enumerate(free) if room + 1e-6 >= amount]
-        if not fitting:
-            return None
-        # One node after the other for a group's own neighbours, else the fullest.
-        node = min(fitting, key=lambda node: (node not in places[group], free[node], node))
-        free[node] -= amount
-        places[group].append(node)
-    return places
 
 
 def told(places: Mapping[str, Sequence[int]], slots: Mapping[str, Sequence[float]], nodes: int) -> list[str]:

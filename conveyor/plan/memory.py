@@ -115,16 +115,11 @@ def _one_group(recipe: OnlineRecipe, shapes: Shapes, gpu: GPU, lengths: LengthFa
     for stage in stages:
         items |= stage
     turns: tuple[tuple[str, ...], ...] = ()
-    if len(stages) > 1 and group in sleeping_groups(recipe):
+    if len(stages) > 1 and group in recipe.sleeping_groups(gpus=True):
         turns = tuple(tuple(stage) for stage in stages)
         waiting = [sum(stage.values()) - stage.get("KV cache", 0.0) for stage in stages]
         host = host | {"what waits for its turn": sum(waiting) - min(waiting)}
     return GroupMemory(group, items, limit, turns, host, disk)
-
-
-def sleeping_groups(recipe: OnlineRecipe) -> tuple[str, ...]:
-    found = getattr(recipe, "sleeping_groups", None)
-    return found(gpus=True) if found is not None else ()
 
 
 # ── rollout ──────────────────────────────────────────────────────────────────────────────────────

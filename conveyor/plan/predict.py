@@ -21,6 +21,9 @@ class CostSource(Protocol):
     def shards(self, recipe: OnlineRecipe, group: str) -> int:
         """Devices of one score worker of the group."""
 
+    def sleeping(self, recipe: OnlineRecipe) -> dict[str, str]:
+        """`recipe.sleeping_groups` on such devices."""
+
     def memory(self, recipe: OnlineRecipe, lengths: LengthFacts) -> list[GroupMemory]:
         """Empty: not known, taken to fit."""
 
@@ -66,5 +69,5 @@ def plan_of(recipe: OnlineRecipe, source: CostSource, steps: int) -> RunPlan:
     slots = {group: max(1, int(count)) // source.shards(recipe, group) for group, count in recipe.devices.items()}
     rollout = recipe.role_group("rollout")
     engines = max(1, int(recipe.devices[rollout])) // recipe.rollout.tensor_parallel_size
-    plan = run_plan(recipe, [recipe.train.rollout_batch_size] * steps, slots)
+    plan = run_plan(recipe, [recipe.train.rollout_batch_size] * steps, slots, sleeping=source.sleeping(recipe))
     return replace(plan, engines=engines, evaluation=None, checkpoint_every=None)

@@ -14,7 +14,7 @@ import yaml
 from conveyor.config import OnlineRecipe, UserError, parse_recipe
 from conveyor.pipeline.run_plan import RunPlan, run_plan
 from conveyor.plan.lengths import Size, Workload
-from conveyor.report.events import JUDGE, Event, is_held_out, read_events
+from conveyor.report.events import JUDGE, MOVES, Event, is_held_out, read_events
 from conveyor.report.jsonl import read_objects
 from conveyor.report.summary import read_config
 from conveyor.report.timeline import devices
@@ -49,7 +49,8 @@ class RunRecord:
 
     def plan(self) -> RunPlan:
         """The plan that the run was driven by, evaluations left out."""
-        plan = run_plan(self.recipe, self.step_groups, self.devices)
+        slept = any(event.task in MOVES for event in self.events)
+        plan = run_plan(self.recipe, self.step_groups, self.devices, sleeping=self.recipe.sleeping_groups(gpus=True) if slept else None)
         return replace(plan, evaluation=None)
 
 

@@ -16,14 +16,14 @@ from functools import cached_property
 
 from conveyor.config import OnlineRecipe
 from conveyor.data.balance import micro_batches
-from conveyor.pipeline.run_plan import ScorePart, TrainGroup
+from conveyor.pipeline.run_plan import ScorePart, TrainGroup, train_groups
 from conveyor.plan import hardware
 from conveyor.plan.costs import installed_roles
 from conveyor.plan.engines import Iterations
 from conveyor.plan.hardware import GPU
 from conveyor.plan.keeping import BYTES, Keeping, keeping
 from conveyor.plan.lengths import LengthFacts, Size
-from conveyor.plan.memory import GroupMemory, Shapes, apart_gradients, engine_bytes, group_memory, score_shards
+from conveyor.plan.memory import GroupMemory, Shapes, apart_gradients, engine_bytes, group_memory, score_shards, scored_roles
 from conveyor.plan.models import ModelShape
 from conveyor.types import SampleId
 
@@ -42,6 +42,9 @@ class Roofline:
 
     def costs(self, recipe: OnlineRecipe) -> RooflineCosts:
         return RooflineCosts(recipe, self.shapes, self.gpu, judge_seconds=self.judge_seconds)
+
+    def sleeping(self, recipe: OnlineRecipe) -> dict[str, str]:
+        return recipe.sleeping_groups(gpus=True)
 
     def shards(self, recipe: OnlineRecipe, group: str) -> int:
         return score_shards(recipe, group)
@@ -192,6 +195,22 @@ class RooflineCosts:
 
     def finish(self, group: TrainGroup) -> float:
         return 0.0
+
+    def move(self, group: str, stage: str) -> float:
+        """What a device holds of the stage crosses to host memory, or back: weights, and of trained models gradients and Adam's 12
+        bytes a parameter, unless those wait there anyway."""
+        recipe, size = self.recipe, BYTES[self.recipe.model.dtype]
+        if stage == "rollout":
+            held = self.shapes.policy.parameters * engine_bytes(recipe) / recipe.rollout.tensor_parallel_size
+        elif stage == "score":
+            parameters = sum(self.shapes.of(role).parameters for role in scored_roles(recipe, group))
+            held = parameters * size / score_shards(recipe, group)
+        else:
+            zero, ranks = recipe.train.stage(recipe.model.dtype), self.devices[group]
+            adam = 0 if recipe.train.offload_optimizer not in (False, "none") else 12 / (ranks if zero >= 1 else 1)
+            a_parameter = size / (ranks if zero == 3 else 1) + 4 / (ranks if zero >= 2 else 1) + adam
+            held = sum(self._parameters(of) for of in train_groups(recipe) if of.group == group) * a_parameter
+        return hardware.TASK_SECONDS + held / self.gpu.host_link
 
 
 def _together(one: float, other: float) -> float:

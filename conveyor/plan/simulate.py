@@ -28,6 +28,7 @@ from conveyor.pipeline.actions import (
     Done,
     Drop,
     Finish,
+    HandOver,
     InstallEngine,
     InstallSnapshot,
     Judge,
@@ -137,6 +138,7 @@ class _Simulator:
             Publish: self._publish,
             Checkpoint: self._checkpoint,
             Finish: self._finish,
+            HandOver: self._hand_over,
         }
 
     def run(self) -> Simulation:
@@ -313,6 +315,27 @@ class _Simulator:
     def _checkpoint(self, action: Checkpoint) -> float:
         seconds = self.costs.checkpoint(self.plan.train_groups[action.train_group])
         return self._on_line(action.train_group, "checkpoint", seconds, action.step - 1, ranks=1)
+
+    def _hand_over(self, action: HandOver) -> float:
+        """The leaving workers sleep, then the coming ones wake."""
+        start = self.now + self.costs.latency
+        for task, stage in (("sleep", action.leaving), ("wake", action.coming)):
+            end = start + self.costs.move(action.group, stage)
+            step = action.step(self.scheduler.version)
+            for name, device in self._workers_of(action.group, stage):
+                self.events.append(Event(action.group, name, stage, task, step + 1, None, step, start, end, device))
+            start = end
+        return start
+
+    def _workers_of(self, group: str, stage: str) -> list[tuple[str, str]]:
+        """(worker, device)"""
+        if stage == "rollout":
+            return self._engine_names
+        if stage == "score":
+            count = next(count for part, count in zip(self.plan.parts, self.plan.part_workers, strict=True) if part.group == group)
+            return [_names("score", group, number) for number in range(count)]
+        lines = zip(self.plan.train_groups, self._workers, strict=True)
+        return next(workers for line, workers in lines if line.group == group)
 
     def _finish(self, action: Finish) -> float:
         seconds = self.costs.finish(self.plan.train_groups[action.train_group])

@@ -13,6 +13,7 @@ idle time falls on a link of this chain, and the link is the cause: had it been 
 | waiting for reward  | rewards that are functions or urls                                                     |
 | waiting for train   | training: micro-batches, updates, checkpoints                                          |
 | waiting for sync    | weights being published or installed                                                   |
+| moving              | workers going to sleep, or waking, where stages leave a device's memory to one another |
 | turns               | nothing: all was ready, but another stage had the device group (or, without overlap,   |
 |                     | the run)                                                                               |
 | evaluation          | held-out prompts (`evaluate.in_bubbles: false`)                                        |
@@ -26,18 +27,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from conveyor.report.events import EVALUATE, JUDGE, Event, is_held_out
+from conveyor.report.events import EVALUATE, JUDGE, MOVES, Event, is_held_out
 from conveyor.report.history import History
 from conveyor.report.timeline import Interval, Window, clipped
 
 CAUSES = (
-    "waiting for rollout", "longest samples", "waiting for score", "waiting for reward", "waiting for train", "waiting for sync", "turns",
-    "evaluation", "start-up", "other",
+    "waiting for rollout", "longest samples", "waiting for score", "waiting for reward", "waiting for train", "waiting for sync", "moving",
+    "turns", "evaluation", "start-up", "other",
 )  # fmt: skip
 CAUSE_OF_TASK = {
     "score": "waiting for score", JUDGE: "waiting for reward", "prepare": "waiting for train", "train": "waiting for train",
     "update": "waiting for train", "checkpoint": "waiting for train", "publish": "waiting for sync", "install": "waiting for sync",
-    EVALUATE: "evaluation",
+    EVALUATE: "evaluation", "sleep": "moving", "wake": "moving",
 }  # fmt: skip
 
 LEFT_OVER = 0.1
@@ -106,6 +107,8 @@ def _gaps(events: Sequence[Event], own: Sequence[int], window: Window) -> Iterat
     idle_from = window[0]
     for index in ordered:
         event = events[index]
+        if event.task in MOVES:
+            continue
         if event.start > idle_from:
             gap = (idle_from, min(event.start, window[1]))
             if gap[0] < gap[1]:

@@ -14,6 +14,8 @@ SYNC_TASKS = frozenset({"publish", "install"})
 """Tasks that move weights; the others are work on samples or updates."""
 JUDGE = "judge"
 """Task of rewards that are functions or urls: it takes no device, so it makes none busy or idle."""
+MOVES = frozenset({"sleep", "wake"})
+"""Tasks of workers that leave the memory of their device to another stage, or come back to it: the device is idle meanwhile."""
 EVALUATE = "evaluate"
 """Task of sampling held-out prompts, and of scoring them: fills idle devices, and no step needs it."""
 
@@ -31,7 +33,7 @@ class Event:
     role: str
     """Role, or roles joined by +, that worked."""
     task: str
-    """rollout, judge, score, prepare, train, update, publish, install, checkpoint, evaluate, …"""
+    """rollout, judge, score, prepare, train, update, publish, install, checkpoint, evaluate, sleep, wake, …"""
     step: int
     """From 1, as in metrics.jsonl."""
     micro_batch: int | None

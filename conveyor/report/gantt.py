@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import ScaledTranslation
 
 from conveyor.report.causes import CAUSES
-from conveyor.report.events import EVALUATE, JUDGE, Event
+from conveyor.report.events import EVALUATE, JUDGE, MOVES, Event
 from conveyor.report.timeline import Interval, Window, clipped, covered, running, union, workers
 
 if TYPE_CHECKING:
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 
 TASK_COLOURS = {
     "rollout": "#4c78a8", "score": "#f2a541", "prepare": "#a5a5a5", "train": "#54a24b", "update": "#1d5c1a", "publish": "#c977c0",
-    "install": "#7b4173", "checkpoint": "#9d755d", EVALUATE: "#72b7b2", JUDGE: "#d67195",
+    "install": "#7b4173", "checkpoint": "#9d755d", EVALUATE: "#72b7b2", "sleep": "#b5b5b5", "wake": "#d9d9d9", JUDGE: "#d67195",
 }  # fmt: skip
 SAMPLED = ("rollout", EVALUATE)
 """Tasks of which an engine does many at once. (Of judging, functions and urls do many.)"""
 OTHER_COLOUR = "#e45756"
 CAUSE_COLOURS = dict(
-    zip(CAUSES, ("#b8d0ea", "#f2a0a8", "#fbdcaa", "#f7c6d9", "#bfe0b4", "#d9bcdf", "#d6c3a5", "#bfe3e0", "#f0f0f0", "#d0d0d0"), strict=True)
-)  # fmt: skip
+    zip(
+        CAUSES,
+        ("#b8d0ea", "#f2a0a8", "#fbdcaa", "#f7c6d9", "#bfe0b4", "#d9bcdf", "#c9c9e8", "#d6c3a5", "#bfe3e0", "#f0f0f0", "#d0d0d0"),
+        strict=True,
+    )
+)
 BUSY_COLOUR = "#555555"
 WIDTH = 13.0
 """Inches."""
@@ -81,7 +85,7 @@ def _workers(axes: Axes, events: Sequence[Event], rows: Sequence[tuple[str, str]
         filled = SAMPLED if "rollout" in done else (JUDGE,) if JUDGE in done else ()
         _samples(axes, inside, line, window, counts[filled[0]] if filled else 0, filled)
         _bars(axes, [event for event in inside if event.task not in filled], line, window)
-        work = [(event.start, event.end) for event in own if event.task != JUDGE]
+        work = [(event.start, event.end) for event in own if event.task not in (JUDGE, *MOVES)]
         shares.append(f"{covered(work, window) / max(window[1] - window[0], 1e-9):.0%} busy" if work else "")
     for line in [n for n in range(1, len(rows)) if rows[n][0] != rows[n - 1][0]]:
         axes.axhline(line - 0.5, color="#888888", linewidth=0.8)

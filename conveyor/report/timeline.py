@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from conveyor.report.events import EVALUATE, JUDGE, SYNC_TASKS, Event
+from conveyor.report.events import EVALUATE, JUDGE, MOVES, SYNC_TASKS, Event
 
 Window = tuple[float, float]
 Interval = tuple[float, float]
@@ -65,14 +65,14 @@ def busy(events: Iterable[Event], window: Window, *, without: frozenset[str] = f
     """group → seconds of the window in which its devices were busy with tasks not in `without`, averaged over its devices.
 
     A device is an event's `device`, or else its worker. Each that appears anywhere in `events` counts, busy in the window
-    or not. Judging takes no device.
+    or not. Judging takes no device, and one that is handed over to another stage is not busy.
     """
     places: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event.task == JUDGE:
             continue
         intervals = places[event.group][event.place]
-        if event.task not in without and event.end > window[0] and event.start < window[1]:
+        if event.task not in without | MOVES and event.end > window[0] and event.start < window[1]:
             intervals.append((event.start, event.end))
     return {
         group: sum(covered(intervals, window) for intervals in devices.values()) / len(devices) for group, devices in sorted(places.items())

@@ -6,13 +6,14 @@ import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from conveyor import USAGE_STATISTICS
 from conveyor.config import OfflineRecipe, OnlineRecipe, UserError, sections
+from conveyor.workers.nodes import Node, listed, strategies, unfit
 
 REACH_SECONDS = 5
 """For a first connection to a cluster."""
@@ -27,10 +28,15 @@ class Devices:
 
     kind: Literal["GPU", "CPU"]
     count: float
+    nodes: tuple[Node, ...] = field(default=(), compare=False)
+    """Those that have some; none are named where Ray has not been started: there is this machine."""
+
+    @property
+    def noun(self) -> str:
+        return "GPU" if self.kind == "GPU" else "CPU core"
 
     def __str__(self) -> str:
-        noun = "GPU" if self.kind == "GPU" else "CPU core"
-        return f"{self.count:g} {noun}{'' if self.count == 1 else 's'}"
+        return f"{self.count:g} {self.noun}{'' if self.count == 1 else 's'}"
 
 
 SMALLEST_STORE_GIB = 0.5
@@ -102,7 +108,21 @@ def available(ray_section: sections.Ray) -> Devices:
             return Devices("GPU", gpus) if gpus else Devices("CPU", len(os.sched_getaffinity(0)))
         connect(ray_section)
     has = ray.cluster_resources()
-    return Devices("GPU", has["GPU"]) if has.get("GPU") else Devices("CPU", has.get("CPU", 0))
+    kind: Literal["GPU", "CPU"] = "GPU" if has.get("GPU") else "CPU"
+    return Devices(kind, has.get(kind, 0), nodes_with(kind))
+
+
+def nodes_with(kind: Literal["GPU", "CPU"]) -> tuple[Node, ...]:
+    """The cluster's living nodes that have devices of this kind, the driver's first, with what is free of them now."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free, here = available_resources_per_node(), ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(kind)]
+    return tuple(
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"][kind], free.get(node["NodeID"], {}).get(kind, 0.0))
+        for node in sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"]))
+    )
 
 
 def gpu_nodes() -> tuple[int, ...]:
@@ -139,18 +159,27 @@ def default_devices(recipe: OnlineRecipe | OfflineRecipe, there: Devices | None 
 
 
 def check_devices(
-    devices: Mapping[str, float], there: Devices, devices_per_worker: Mapping[str, int] | None = None
-) -> list[tuple[str, float]]:
-    """(group, devices) of every slot that the groups would have.
+    devices: Mapping[str, float],
+    there: Devices,
+    devices_per_worker: Mapping[str, int] | None = None,
+    placement: Mapping[str, sections.Strategy] | None = None,
+) -> dict[str, list[float]]:
+    """Group → devices of every slot that it would have.
 
     Raises:
-        UserError: more is asked for than there is, or a group cannot be cut into slots.
+        UserError: more is asked for than there is, a group cannot be cut into slots, or these fit on no nodes like the cluster's.
     """
     total = sum(devices.values())
     if total > there.count + 1e-6:
-        raise UserError(f"devices: asked for {asked(devices, total, there)}, the cluster has {there}")
+        by_node = f" ({listed(there.nodes)})" if len(there.nodes) > 1 else ""
+        raise UserError(f"devices: asked for {asked(devices, total, there)}, the cluster has {there}{by_node}")
     sizes = {group: (devices_per_worker or {}).get(group, 1) for group in devices}
-    return [(group, amount) for group, total in devices.items() for amount in _split(group, total, sizes[group])]
+    slots = {group: _split(group, total, sizes[group]) for group, total in devices.items()}
+    nodes = there.nodes or (Node("", "this machine", there.count, there.count),)
+    reason = unfit(strategies(slots, placement or {}), nodes, f"{there.noun}s")
+    if reason is not None:
+        raise UserError(reason)
+    return slots
 
 
 def _split(group: str, total: float, size: int) -> list[float]:

@@ -1,21 +1,29 @@
 """Device groups on a Ray cluster: which worker runs on which accelerator, or core.
 
 A group of n devices has n slots, each a bundle of one placement group, which is reserved as a
-whole or not at all. A group of less than one device has one slot, on a device it shares with
-other such groups. Several workers may share a slot: that is how roles are merged onto a group.
+whole or not at all. Which node a bundle goes to is decided here (`nodes.py`), and the bundle asks
+for that node. A group of less than one device has one slot, on a device it shares with other
+such groups. Several workers may share a slot: that is how roles are merged onto a group.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from conveyor import USAGE_STATISTICS
 from conveyor.config import UserError, sections
-from conveyor.workers.cluster import SMALLEST_STORE_GIB, Devices, asked, available, check_devices, connect
+from conveyor.workers.cluster import SMALLEST_STORE_GIB, Devices, asked, available, check_devices, connect, nodes_with
+from conveyor.workers.nodes import assign, describe, listed, strategies
+
+RESERVE_SECONDS = 2.0
+"""For Ray to reserve bundles on nodes that had room a moment ago; then what is free is looked at anew."""
+LOOK_SECONDS = 0.2
+"""Between looks at what is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +65,18 @@ class Placement:
             store_gib: see `connect`.
 
         Raises:
-            UserError: more is asked for than the cluster has (said before Ray is started), or what
-                it has is not free within `placement_timeout`; names both.
+            UserError: more is asked for than the cluster has (said before Ray is started), no nodes like its can hold
+                the groups, or what it has is not free within `placement_timeout`; says what was asked and what there is.
         """
         import ray
 
         there = available(ray_section)
-        owners = check_devices(devices, there, devices_per_worker)
+        sizes = check_devices(devices, there, devices_per_worker, ray_section.placement)
+        owners = [(group, amount) for group, amounts in sizes.items() for amount in amounts]
         amounts = [amount for _, amount in owners]
         started = connect(ray_section, telemetry, store_gib)
         try:
-            reservation = _reserve(devices, amounts, there, ray_section.placement_timeout)
+            reservation = _reserve(devices, sizes, there, ray_section)
         except BaseException:
             if started:
                 ray.shutdown()
@@ -174,17 +183,29 @@ class Placement:
         self.close()
 
 
-def _reserve(devices: Mapping[str, float], amounts: list[float], there: Devices, timeout: float) -> Any:
-    import ray
+def _reserve(devices: Mapping[str, float], sizes: Mapping[str, list[float]], there: Devices, ray_section: sections.Ray) -> Any:
+    """A placement group with a bundle a slot, each on the node that was chosen for it. Others may take what is free in the meantime,
+    so nodes are chosen anew until there is room, or the time is up."""
     from ray.util import placement_group, remove_placement_group
 
-    reservation = placement_group([{there.kind: amount} for amount in amounts], strategy="PACK")
-    if reservation.wait(timeout):
-        return reservation
-    free = ray.available_resources().get(there.kind, 0)
-    remove_placement_group(reservation)
-    wanted = asked(devices, sum(amounts), there)
-    raise UserError(f"devices: no room for {wanted} within {timeout:g} s: the cluster has {there}, of which {free:g} are free")
+    wanted, deadline = strategies(sizes, ray_section.placement), time.monotonic() + ray_section.placement_timeout
+    bundles = [{there.kind: amount} for amounts in sizes.values() for amount in amounts]
+    while True:
+        nodes = nodes_with(there.kind)
+        places = assign(wanted, nodes)
+        if places is not None:
+            labels = [{"ray.io/node-id": node} for group in sizes for node in places[group]]
+            reservation = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+            if reservation.wait(max(0.1, min(RESERVE_SECONDS, deadline - time.monotonic()))):
+                return reservation
+            remove_placement_group(reservation)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(LOOK_SECONDS)
+    free = sum(node.free for node in nodes)
+    text = f"devices: no room for {asked(devices, sum(devices.values()), there)} within {ray_section.placement_timeout:g} s"
+    by_node = f" ({listed(nodes, free=True)}; asked for {describe(wanted)})" if len(nodes) > 1 else ""
+    raise UserError(f"{text}: the cluster has {there}, of which {free:g} are free{by_node}")
 
 
 def _assign_cores(reservation: Any, amounts: list[float]) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from conveyor.data.packing import lay_out
 from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
 from conveyor.models.answering import Answering, WholeModel
 from conveyor.models.attention import packs
+from conveyor.models.collectives import limit_collectives
 from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.joining import join, per_sample
 from conveyor.models.language_model import load_language_model, response_logprobs
@@ -44,10 +46,11 @@ from conveyor.types import PartialScores, Rollout
 from conveyor.workers.records import fetch_rollouts
 from conveyor.workers.rendezvous import Membership
 from conveyor.workers.reports import InstallReport, Publication, ScoreReport, Span, WorkerInfo
+from conveyor.workers.sleeping import Sleeper
 from conveyor.workers.weight_sync import Bucket, checked, read
 
 
-class ScoreWorker:
+class ScoreWorker(Sleeper):
     """Scores micro-batches. The same micro-batch gives the same bits."""
 
     def __init__(
@@ -72,7 +75,8 @@ class ScoreWorker:
             torch.set_num_threads(len(cores))
         if team is not None and not dist.is_initialized():
             backend = "gloo" if cores is not None else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, init_method=f"tcp://{team.address}:{team.port}", rank=team.rank, world_size=team.ranks)
+            dist.init_process_group(backend, init_method=f"tcp://{team.address}:{team.port}", rank=team.rank, world_size=team.ranks,
+                                    timeout=timedelta(seconds=recipe.ray.timeout))  # fmt: skip
 
     def ready(self) -> WorkerInfo:
         """Loads the roles.
@@ -83,6 +87,7 @@ class ScoreWorker:
         for role in self._roles:
             if role not in self._models:
                 self._models[role] = self._answering(role)
+        limit_collectives(self._recipe.ray.timeout)
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
         return WorkerInfo("score", socket.gethostname(), os.getpid(), device)
 
@@ -98,6 +103,9 @@ class ScoreWorker:
         return InferenceEngine(
             model, accelerator=accelerator, offload_parameters=settings.offload_parameters, nvme_path=settings.nvme_path
         )  # fmt: skip
+
+    def _memory(self) -> Any:
+        return self._models
 
     def score(self, roles: tuple[str, ...], rollouts: Sequence[Any]) -> tuple[ScoreReport, PartialScores | None]:
         """What `roles` say of a micro-batch of rollouts (or references to them), sample by sample; of a team rank 0 knows it."""
@@ -134,9 +142,10 @@ class ScoreWorker:
         """A model that was installed, for a checkpoint."""
         keeps = self._team is None or self._team.rank == 0
         weights: dict[str, Tensor] = {}
-        for name, weight in self._models[role].named_weights():
-            if keeps:
-                weights[name] = weight.clone()
+        with self._awake():
+            for name, weight in self._models[role].named_weights():
+                if keeps:
+                    weights[name] = weight.clone()
         if keeps:
             save_file(weights, str(Path(folder) / f"{role}.safetensors"))
         if self._team is not None:
@@ -150,7 +159,8 @@ class ScoreWorker:
         """
         file = Path(folder) / f"{role}.safetensors"
         try:
-            self._models[role].overwrite(load_file(str(file)).items())
+            with self._awake():
+                self._models[role].overwrite(load_file(str(file)).items())
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"checkpoint.resume: {file} cannot be read: {reason}; resume from another checkpoint") from error

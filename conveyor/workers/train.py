@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +33,7 @@ from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
 from conveyor.models.attention import packs
 from conveyor.models.batch import merge_scores
+from conveyor.models.collectives import limit_collectives
 from conveyor.models.language_model import load_language_model, response_logprobs
 from conveyor.models.routing import routing_of, watch
 from conveyor.models.scalar_model import load_critic, response_values
@@ -56,10 +58,11 @@ from conveyor.workers.reports import (
     UpdateContext,
     WorkerInfo,
 )
+from conveyor.workers.sleeping import Sleeper
 from conveyor.workers.weight_sync import BucketWriter, publish
 
 
-class TrainWorker:
+class TrainWorker(Sleeper):
     """Trains the models of one train group, on one rank.
 
     `prepare` has a thread of its own: it touches nothing but the books of its micro-batch, and the device goes on meanwhile.
@@ -103,9 +106,11 @@ class TrainWorker:
             torch.set_num_threads(len(cores))
         if not dist.is_initialized():
             backend = "gloo" if cores is not None else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
+            wait = timedelta(seconds=recipe.ray.timeout)
+            dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size, timeout=wait)
         self._tokenizer = load_tokenizer(recipe.model)
         self._engines = {role: self._engine(role, total_updates) for role in roles}
+        limit_collectives(recipe.ray.timeout)
         mixes = recipe.ptx is not None and "actor" in roles
         self._mixing = Mixing(recipe, self._place, self._places) if mixes else None
         self._warming = False
@@ -135,6 +140,10 @@ class TrainWorker:
     def ready(self) -> WorkerInfo:
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
         return WorkerInfo(f"train {self._rank}", socket.gethostname(), os.getpid(), device)
+
+    def _memory(self) -> Any:
+        """Weights, gradients and optimizers; micro-batches lie in host memory."""
+        return self._engines
 
     # ── a micro-batch ────────────────────────────────────────────────────────────────────────────
 

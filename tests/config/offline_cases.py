@@ -51,6 +51,8 @@ OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
         "rollout.routing_replay: is of online methods: rejection_sampling trains on rows",
     ),
     (offline("sft", train={"router_aux_loss": "micro_batch"}), "train.router_aux_loss: says how the loss of train.router_aux_loss_coef"),
+    (offline("sft", ray={"placement": {"rollout": "spread"}}), "ray.placement.rollout: no device group rollout; there is train"),
+    (loop("rso", ray={"placement": {"judge": "pack"}}), "ray.placement.judge: no device group judge; there is rollout, score, train"),
     # pairs
     (dpo(loss="simpo", length_normalize=False), "dpo.length_normalize: simpo is defined on length-averaged log-probs"),
     (dpo(loss="hinge", label_smoothing=0.1), "dpo.label_smoothing: hinge knows no wrong labels; only sigmoid, robust"),

@@ -288,6 +288,13 @@ RULES: list[tuple[dict[str, Any], str]] = [
         base("remax", rollout={"multi_turn": {"function": "t.py:t"}}),
         "rollout.multi_turn: the greedy baseline of remax is one answer to a prompt, not a conversation",
     ),
+    # nodes
+    (
+        base("grpo", FUNCTION, devices={"rollout": 1, "train": 1, "score": 1}, ray={"placement": {"trian": "pack"}}),
+        "ray.placement.trian: no device group trian; there is rollout, score, train",
+    ),
+    (base("grpo", FUNCTION, ray={"placement": {"judge": "spread"}}), "ray.placement.judge: no device group judge; there is rollout,"),
+    (base("grpo", FUNCTION, pipeline={"sleep": True}), "pipeline.sleep: no two stages share a device group"),
     # placement
     (base("grpo", FUNCTION, roles={"f": "score"}), "roles.f: a function or url needs no device"),
     (

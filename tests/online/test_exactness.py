@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from conveyor.pipeline.parity import compare
+from conveyor.report.events import read_events
 from conveyor.run_folder import RunFolder
 from tests.online.conftest import Finished, Make, Run, largest_difference
 
@@ -127,3 +128,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(ppo: Finished, make_recipe: M
     assert largest_difference(ppo.weights(), resumed.weights()) == 0
     assert [row["step"] for row in resumed.rows] == [1, 2, 3, 4]
     assert [row["reward/mean"] for row in ppo.rows] == [row["reward/mean"] for row in resumed.rows]
+
+
+@pytest.mark.slow
+def test_everything_on_one_group_asleep_in_turns_is_equal_bit_for_bit(grpo: Finished, make_recipe: Make, run: Run) -> None:
+    """Engine, reward model, reference and trainer leave the memory of one device to one another."""
+    merged = {"devices": {"train": 1}, "roles": {"rollout": "train", "score": "train"}, "pipeline.sleep": True}
+    asleep = run(make_recipe("grpo", "asleep", merged))
+    found = compare(asleep.folder, grpo.folder, tolerance=0.0)
+    assert found.holds and found.parameters.largest == found.gradient.largest == 0 and found.samples_differing == 0 < found.samples
+    moves = [(event.worker, event.task) for event in read_events(asleep.folder.events) if event.task in ("sleep", "wake")]
+    assert moves[:4] == [("train 0", "sleep"), ("rollout train 0", "wake"), ("rollout train 0", "sleep"), ("score train 0", "wake")]
+    assert moves[-2:] == [("rollout train 0", "sleep"), ("train 0", "wake")], "the trainer saves the model"

@@ -14,7 +14,7 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -23,6 +23,7 @@ from conveyor.config import OnlineRecipe
 from conveyor.data.prompts import PromptOrder
 from conveyor.models.answering import WholeModel
 from conveyor.models.language_model import load_language_model
+from conveyor.models.parking import Parking
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.loop import groups_of_steps
 from conveyor.pipeline.recorder import Recorder
@@ -76,14 +77,24 @@ class Call:
 
 
 class Actor:
-    """A worker whose methods are called through `Call`: one after the other as they were sent, as Ray does, but `prepare` beside them."""
+    """A worker whose methods are called through `Call`: one after the other as they were sent, as Ray does, but `prepare` beside them.
 
-    def __init__(self, worker: Any, delays: Delays) -> None:
-        self._worker, self._delays = worker, delays
+    `log`: (name, method) of the calls of all workers, as they are carried out."""
+
+    log: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self, worker: Any, delays: Delays, name: str = "") -> None:
+        self._worker, self._delays, self._name = worker, delays, name
         self._turns = {"prepare": asyncio.Lock(), "": asyncio.Lock()}
 
     def __getattr__(self, name: str) -> Any:
-        return Call(getattr(self._worker, name), self._delays, self._turns.get(name, self._turns[""]))
+        method = getattr(self._worker, name)
+
+        def logged(*arguments: Any) -> Any:
+            Actor.log.append((self._name, name))
+            return method(*arguments)
+
+        return Call(logged, self._delays, self._turns.get(name, self._turns[""]))
 
 
 class TorchEngine:
@@ -92,6 +103,7 @@ class TorchEngine:
     def __init__(self, recipe: OnlineRecipe, seed: int) -> None:
         self._recipe, self._random = recipe, random.Random(seed)
         self._model = load_language_model(recipe.model)
+        self._parking = Parking()
         self._version = 0
         self._running: list[tuple[Prompt, int, int]] = []
         self._done: deque[Any] = deque()
@@ -108,6 +120,13 @@ class TorchEngine:
         WholeModel(self._model, torch.device("cpu")).overwrite(read(publication, get=lambda bucket: bucket))
         self._version = publication.version
         return InstallReport(publication.version, publication.nbytes, Span(now, time.time()))
+
+    def sleep(self) -> None:
+        assert not self._running, "samples are being made"
+        self._parking.park(self._model)
+
+    def wake(self) -> None:
+        self._parking.unpark()
 
     async def items(self) -> AsyncIterator[Any]:
         while True:
@@ -197,10 +216,13 @@ def run_in_process(recipe: OnlineRecipe, prompts: list[Prompt], *, seed: int = 0
     slots = {recipe.role_group(role): 1 for role in recipe.placed_roles}
     slots |= {recipe.role_group(role): score_workers for role in (*recipe.score_roles, *recipe.snapshot_roles)} | {"rollout": engines}
     slots |= {group: 1 for group in {recipe.role_group("actor"), recipe.role_group("critic")}}
-    plan = run_plan(recipe, groups_of_steps(recipe, order), slots)
+    sleeping = recipe.sleeping_groups(gpus=False)
+    plan = run_plan(recipe, groups_of_steps(recipe, order), slots, sleeping=sleeping)
     folder, delays = RunFolder(recipe.output_dir), Delays(seed)
     folder.path.mkdir(parents=True)
     workers, trainers = _workers(recipe, plan, slots, delays, seed)
+    _put_to_sleep(workers, plan)
+    Actor.log.clear()
     torch.set_num_threads(1)
     for trainer in trainers:
         trainer.record_gradient(folder.path / "gradient")
@@ -211,6 +233,16 @@ def run_in_process(recipe: OnlineRecipe, prompts: list[Prompt], *, seed: int = 0
     for trainer in trainers:
         trainer.save_model(folder.model, folder.critic)
     return plan
+
+
+def _put_to_sleep(workers: Workers, plan: RunPlan) -> None:
+    """As `start_workers` does."""
+    for group, awake in plan.sleeping:
+        if group == plan.rollout_group and awake != "rollout":
+            for engine in workers.engines:
+                engine._worker.sleep()
+        for worker in workers.scorers.get(group, []):
+            worker._worker.sleep()
 
 
 def _workers(recipe: OnlineRecipe, plan: RunPlan, slots: dict[str, int], delays: Delays, seed: int) -> tuple[Workers, list[TrainWorker]]:
@@ -228,8 +260,8 @@ def _workers(recipe: OnlineRecipe, plan: RunPlan, slots: dict[str, int], delays:
         for _ in range(slots[group]):
             worker = ScoreWorker(recipe, of_group, cores=cores)
             worker.ready()
-            scorers[group].append(Actor(worker, delays))
+            scorers[group].append(Actor(worker, delays, "score"))
     engine = StepEngine if recipe.rollout.engine == "transformers" else TorchEngine
-    engines = [EngineActor(engine(recipe, seed + number), delays) for number in range(plan.engines)]
+    engines = [EngineActor(engine(recipe, seed + number), delays, "rollout") for number in range(plan.engines)]
     rewarder = EngineActor(Rewarder(recipe, seed), delays) if recipe.judged_rewards else None
-    return Workers(engines, scorers, [[Actor(trainer, delays)] for trainer in trainers], rewarder), trainers
+    return Workers(engines, scorers, [[Actor(trainer, delays, "train")] for trainer in trainers], rewarder), trainers

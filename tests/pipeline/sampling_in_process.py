@@ -40,12 +40,21 @@ class TextEngine:
         """Samples it held at a time."""
         self.asked: list[int] = []
         """Groups, in order of arrival."""
+        self.awake = True
+
+    def sleep(self) -> None:
+        assert self.awake and not self._running
+        self.awake = False
+
+    def wake(self) -> None:
+        assert not self.awake
+        self.awake = True
 
     def renew(self) -> None:
         self._running = []
 
     def evaluate(self, prompt: Prompt, n: int, version: int, temperature: float | None, greedy: bool) -> None:
-        assert prompt.index < 0 and version == 0
+        assert prompt.index < 0 and version == 0 and self.awake
         self.asked.append(prompt.index)
         self._running += [(prompt, sample, time.time()) for sample in range(n + greedy)]
         self.most = max(self.most, len(self._running))
@@ -102,8 +111,16 @@ class LengthModel:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.moves: list[str] = []
+
+    def sleep(self) -> None:
+        self.moves.append("sleep")
+
+    def wake(self) -> None:
+        self.moves.append("wake")
 
     def score(self, roles: tuple[str, ...], rollouts: list[Any]) -> tuple[ScoreReport, PartialScores]:
+        assert not self.moves or self.moves[-1] == "wake"
         samples, now = fetch_rollouts(rollouts), time.time()
         self.batches.append(len(samples))
         return ScoreReport(Span(now, now)), PartialScores({role: tuple(float(len(s.response_ids)) for s in samples) for role in roles})
@@ -127,6 +144,9 @@ class ScoreActor:
     @property
     def score(self) -> _TwoAnswers:
         return _TwoAnswers(self._worker.score, Delays(0), asyncio.Lock())
+
+    def __getattr__(self, name: str) -> Call:
+        return Call(getattr(self._worker, name), Delays(0), asyncio.Lock())
 
 
 class Stand(EngineActor):
@@ -160,6 +180,7 @@ class Here:
     """A placement of this process: every group has one slot."""
 
     def __init__(self, recipe: OnlineRecipe | None = None, devices: Mapping[str, float] | None = None) -> None:
+        self.kind = "CPU"
         self.devices = dict(devices or {}) if recipe is None else {recipe.role_group(role): 1.0 for role in recipe.placed_roles}
 
     @classmethod
@@ -188,9 +209,12 @@ def in_process(engines: list[TextEngine] | None = None, *, pause: float = 0.0, m
         pause: seconds of one judgement.
     """
 
-    def start(recipe: OnlineRecipe, placement: Any, trained: Any, updates: int, given: Any) -> Workers:
+    def start(recipe: OnlineRecipe, placement: Any, trained: Any, updates: int, given: Any, sleeping: Mapping[str, str]) -> Workers:
         started = given or [Stand(engine, Delays(1)) for engine in engines or [TextEngine(recipe, 0)]]
         scorers = {recipe.role_group(reward.name): [ScoreActor(model or LengthModel())] for reward in recipe.model_rewards}
+        for group in sleeping:
+            for worker in scorers.get(group, []):
+                worker._worker.sleep()
         judges = Stand(Judges(recipe, pause), Delays(2)) if recipe.judged_rewards else None
         return _Started(started, scorers, [], judges)
 

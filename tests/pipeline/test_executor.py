@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import RayActorError
 
 from conveyor.algorithms.metrics import Mean
-from conveyor.config import OnlineRecipe, parse_recipe
+from conveyor.config import OnlineRecipe, RunError, parse_recipe
 from conveyor.data.prompts import PromptOrder
 from conveyor.pipeline.executor import Executor, SyncError
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import run_plan
-from conveyor.pipeline.sampling_executor import WorkerDied
 from conveyor.pipeline.scheduler import Scheduler
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, SampleId
+from conveyor.workers.failures import WorkerDied
 from conveyor.workers.reports import (
     InstallReport,
     OptimReport,
@@ -121,7 +122,7 @@ class Rank(FakeActor):
 
     def _forward_backward(self, key: Any, context: Any, last: bool) -> TrainReport:
         if self._fail == "train":
-            raise RuntimeError("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         if self._fail == "die":
             raise RayActorError
         self.log.append((key, last))
@@ -231,12 +232,14 @@ def test_metrics_of_a_slow_critic_on_its_own_group_are_in_its_step(tmp_path: Pat
 
 
 def test_a_worker_that_fails_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(
+        RunError, match=r"train rank 0 of group train is out of memory \(CUDA out of memory.*\); lower train\.max_tokens_per_micro_batch or"
+    ):
         run(make_recipe(tmp_path), fail="train")
 
 
 def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkerDied, match=r"a train worker of group train died.*there is no checkpoint"):
+    with pytest.raises(WorkerDied, match=r"train rank 0 of group train died.*there is no checkpoint"):
         run(make_recipe(tmp_path), fail="die")
 
 

@@ -155,6 +155,22 @@ def test_a_sampler_is_used_again_and_again(tmp_path: Path) -> None:
     assert sorted(seen) == list(range(12))
 
 
+def test_engines_and_a_reward_model_on_one_device_take_turns(tmp_path: Path) -> None:
+    recipe, asleep = make_recipe(tmp_path, functions=False, model=True), LengthModel()
+    apart = collect(recipe, prompts(range(6)))
+    changes = {"roles": {"score": "rollout"}, "pipeline": {"micro_batch_size": 8, "sleep": True}}
+    merged = sampling_recipe(recipe.model_dump(mode="json", exclude_none=True) | {"devices": None} | changes, str(tmp_path / "merged"))
+    assert merged.sleeping_groups(gpus=False, trains=False) == {"rollout": "rollout"}
+    engine, found = TextEngine(merged, 0), dict[int, Sampled]()
+    with sampler_in_process(merged, [engine], model=asleep) as sampler:
+        for some in (range(4), range(4, 6)):
+            sampler.sample(prompts(some), lambda sampled: found.__setitem__(sampled.prompt.index, sampled))
+            assert engine.awake, "for the weights that may be installed now"
+    assert {index: words(sampled) for index, sampled in found.items()} == {index: words(sampled) for index, sampled in apart.items()}
+    assert {index: sampled.scores for index, sampled in found.items()} == {index: sampled.scores for index, sampled in apart.items()}
+    assert asleep.moves == ["sleep", *["wake", "sleep"] * (len(asleep.moves) // 2)] and len(asleep.moves) >= 5
+
+
 def test_what_on_prompt_raises_ends_it(tmp_path: Path) -> None:
     def on_prompt(sampled: Sampled) -> None:
         raise OSError("disk full")

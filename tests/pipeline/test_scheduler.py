@@ -17,6 +17,7 @@ from conveyor.pipeline.actions import (
     Drop,
     Evaluate,
     EvaluationSampled,
+    HandOver,
     InstallEngine,
     InstallSnapshot,
     Judge,
@@ -65,6 +66,8 @@ class World:
         self.evaluated: Counter[tuple[int, int]] = Counter()  # (version, prompt) → samples scored by every reward part
         self.closed: list[int] = []
         self.held_out = [0] * plan.engines
+        self.awake: dict[str, str | None] = dict(plan.sleeping)  # None: handed over just now
+        self.at_work: Counter[str] = Counter()  # device group → tasks, and samples in its engines
         self.saved: tuple[int, tuple[int, ...], int] | None = None  # of the newest checkpoint: step, groups carried, next group
 
     def run(self, choose, killed_after: int | None = None) -> None:
@@ -79,10 +82,14 @@ class World:
             self._take(self.scheduler.actions())
         assert not self.pending
         assert self.scheduler.actions() == []
+        home = dict(self.plan.sleeping)
+        moved = [group for group, stage in self.awake.items() if stage != home[group]]
+        assert self.scheduler.awake.way_home() == [HandOver(group, self.awake[group], home[group]) for group in moved]
 
     def _take(self, actions) -> None:
         for action in actions:
             self.log.append(action)
+            self._awake_for(action)
             self._occupy(action, +1)
             match action:
                 case Admit(engine, group, step):
@@ -131,6 +138,17 @@ class World:
                     assert self.weights[number] % 1000 == update and self.weights[number] // 1000 == key.step
             self.pending.append(Done(action))
 
+    def _awake_for(self, action) -> None:
+        """Nobody works asleep, and a group is handed over when nothing works there."""
+        if isinstance(action, HandOver):
+            assert not self.at_work[action.group] and self.awake[action.group] == action.leaving != action.coming
+            self.awake[action.group] = None
+        elif (place := _place(self.plan, action)) is not None:
+            group, stage = place
+            assert group not in self.awake or self.awake[group] == stage, f"{action}: {self.awake[group]} is awake"
+            samples = {Admit: self.plan.samples_per_group, Evaluate: self.plan.evaluation and self.plan.evaluation.samples_per_prompt}
+            self.at_work[group] += samples.get(type(action), 1)
+
     def _abort_evaluations(self, engine: int) -> None:
         for place, event in enumerate(self.pending):
             if isinstance(event, EvaluationSampled) and event.engine == engine:
@@ -151,7 +169,13 @@ class World:
         return event
 
     def _happen(self, event) -> None:
+        if isinstance(event, (SampleFinished, EvaluationSampled)):
+            self.at_work[self.plan.rollout_group] -= 1
+        elif isinstance(event, Done) and (place := _place(self.plan, event.action)) is not None:
+            self.at_work[place[0]] -= 1
         match event:
+            case Done(HandOver(group, _, coming)):
+                self.awake[group] = coming
             case SampleJudged(sample, version, _):
                 self._occupy(Judge(sample, version), -1)
                 if version is not None:
@@ -185,7 +209,7 @@ class World:
 
     def _occupy(self, action, change: int) -> None:
         """Only one stage at a time on a resource (samples occupy until their group is done: checked by load)."""
-        if isinstance(action, (Admit, InstallEngine, Prepare, Evaluate, CloseEvaluation, Drop)):
+        if isinstance(action, (Admit, InstallEngine, Prepare, Evaluate, CloseEvaluation, Drop, HandOver)):
             return
         if isinstance(action, Judge) and self.plan.overlap:
             return  # on no device
@@ -201,6 +225,18 @@ class World:
         assert sum(count > 0 for count in stages.values()) <= 1
         if self.plan.resource(group) == self.plan.resource(self.plan.rollout_group) and change > 0:
             assert not any(self.engine_load), "engines are sampling on the same group"
+
+
+def _place(plan: RunPlan, action) -> tuple[str, str] | None:
+    """(device group, stage) that an action works on; None: it needs no device."""
+    match action:
+        case Admit() | InstallEngine() | Evaluate():
+            return plan.rollout_group, "rollout"
+        case Score() | InstallSnapshot() | ScoreEvaluation():
+            return plan.parts[action.part].group, "score"
+        case Judge() | Prepare() | CloseEvaluation() | Drop() | HandOver():
+            return None
+    return plan.train_groups[action.train_group].group, "train"
 
 
 @st.composite
@@ -252,6 +288,7 @@ def plans(draw) -> RunPlan:
         initial_sync=several,
         checkpoint_every=draw(st.sampled_from([None, 1, 2])),
         evaluation=draw(evaluations(n, in_bubbles=merged != "all")),
+        sleeping=(("train", "train"),) if merged != "apart" and draw(st.booleans()) else (),
     )
 
 
@@ -655,3 +692,56 @@ def test_a_refreshed_reference_scores_step_s_with_version_s_less_its_remainder(s
         world.run(random.Random(seed).randrange)
         installed = {action.version for action in world.log if isinstance(action, InstallSnapshot)}
         assert installed == {version for version in (2, 4, 6) if version > start or (version == start and start)}
+
+
+def _hand_overs(plan: RunPlan, seed: int) -> list[tuple[str, str]]:
+    world = World(plan)
+    world.run(random.Random(seed).randrange)
+    return [(action.leaving, action.coming) for action in world.log if isinstance(action, HandOver)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_everything_on_one_group_is_handed_over_three_times_a_step(overlap: bool) -> None:
+    """Whatever comes first: train → rollout → score → train, and no more moves than that."""
+    plan = RunPlan(step_groups=(3, 3), samples_per_group=2, samples_per_update=6, micro_batch_size=2, engines=2, rollout_group="all",
+                   parts=(ScorePart("all", ("judge",), False),), part_workers=(2,), train_groups=(TrainGroup("all", ("actor",)),),
+                   overlap=overlap, sleeping=(("all", "train"),))  # fmt: skip
+    for seed in range(10):
+        a_step = [("train", "rollout"), ("rollout", "score"), ("score", "train")]
+        assert _hand_overs(plan, seed) == [*a_step, *a_step, ("train", "rollout")]  # the last weights are installed too
+
+
+def test_snapshots_are_installed_on_the_way_from_the_trainer_to_the_engines() -> None:
+    plan = RunPlan(step_groups=(2, 2), samples_per_group=1, samples_per_update=1, micro_batch_size=1, rollout_group="all",
+                   parts=(ScorePart("all", ("policy_snapshot",), True),), train_groups=(TrainGroup("all", ("actor",)),),
+                   initial_sync=True, sleeping=(("all", "train"),))  # fmt: skip
+    for seed in range(5):
+        sync = [("train", "score"), ("score", "rollout")]
+        assert _hand_overs(plan, seed) == [*sync, ("rollout", "score"), ("score", "train")] * 2 + sync
+
+
+def test_the_trainer_is_waited_for_while_micro_batches_are_made_ready_for_it() -> None:
+    """Staleness 1: engines could go on, but it would only be to sleep again at once."""
+    plan = RunPlan(step_groups=(1, 1, 1), samples_per_group=1, samples_per_update=1, micro_batch_size=1, max_staleness=1, engine_slots=1,
+                   rollout_group="all", parts=(ScorePart("score", ("judge",), False),), train_groups=(TrainGroup("all", ("actor",)),),
+                   sleeping=(("all", "train"),))  # fmt: skip
+    scheduler = Scheduler(plan)
+
+    def told(event) -> list[object]:
+        scheduler.handle(event)
+        return scheduler.actions()
+
+    assert scheduler.actions() == [HandOver("all", "train", "rollout")]
+    assert told(Done(HandOver("all", "train", "rollout"))) == [Admit(0, 0, 0)]
+    first = next(action for action in told(SampleFinished(0, SampleId(0, 0), 0)) if isinstance(action, Score))
+    assert told(SampleFinished(0, SampleId(1, 0), 0)) == []  # step 2 has to wait for version 1
+    prepare, second = told(Done(first))
+    todo = told(Done(prepare))
+    assert todo == [HandOver("all", "rollout", "train")]
+    while not isinstance(todo[0], Publish):
+        todo = told(Done(todo[0]))
+    (prepare,) = told(Done(second))
+    while todo:
+        assert not isinstance(todo[0], HandOver), "the engines could take version 1 now, and would have to sleep again"
+        todo = told(Done(todo.pop(0))) + todo
+    assert isinstance(told(Done(prepare))[0], Train)

@@ -1,5 +1,9 @@
+import json
 import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -122,3 +126,34 @@ def test_workers_start_on_their_slots(ray_session: None) -> None:
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(shared.where.remote(), timeout=30)
     assert ray.is_initialized()  # it was not started by the placement
+
+
+@pytest.mark.slow
+def test_a_cluster_of_several_nodes() -> None:
+    """Three nodes of 8, 8 and 4 GPUs that are numbers only, on this machine; in a process of its own, for a process has one Ray."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "tests.workers.on_a_cluster"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["pack"] == {"rollout": [0, 0], "train": [1] * 6}
+    assert found["spread"] == {"rollout": [0, 0, 1, 1, 2, 2]}
+    assert found["strict_pack"] == {"score": [2] * 4, "train": [0] * 8}
+    assert found["strict_spread"] == {"train": [0, 1, 2]}
+    assert found["engines spread, a train group together"] == {"rollout": [1, 2], "train": [0] * 8}
+    assert found["fractions"] == {"rollout": [2], "score": [2], "train": [2]}
+    assert found["beside"]["rollout"] in ([0] * 8, [1] * 8)  # whichever the other reservation left whole
+    for case, said in {
+        "never": r"ray\.placement\.train: strict_pack needs 12 GPUs on one node; the largest, [\d.]+, has 8",
+        "too much": r"devices: asked for 24 GPUs \(rollout: 16, train: 8\), the cluster has 20 GPUs \(2 nodes have 8, [\d.]+ has 4\)",
+        "an engine": r"devices\.rollout: one worker needs 16 GPUs of one node; the largest, [\d.]+, has 8",
+        "in use": r"no room for 16 GPUs .* the cluster has 20 GPUs, of which 14 are free .*has 2 of (8|4) free.*; asked for train: 8 × 1",
+    }.items():
+        text, seconds = found[case]
+        assert re.search(said, text), text
+        assert seconds < 10
+    workers = found["workers"]
+    assert workers["workers"] == workers["slots"] == [0, 2]
+    assert workers["visible"] == ["0", "0"]
+    assert workers["beside the driver"] == workers["driver"]
+    assert re.fullmatch(r"[\d.]+", workers["address"])

@@ -17,3 +17,13 @@ class Worker:
 
     def wait(self) -> None:
         time.sleep(60)
+
+    def forward_backward(self) -> None:
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB")
+
+    def install(self) -> None:
+        import torch
+
+        torch.empty(2**60)
