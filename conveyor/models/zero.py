@@ -14,9 +14,10 @@ import contextlib
 import io
 import logging
 import os
+import re
 import socket
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from conveyor.errors import UserError
 if TYPE_CHECKING:
     from conveyor.config import sections
 
+LAYER = re.compile(r".*?\.\d+\.")
+"""Of a tensor's name, what says in which layer it is."""
 BYTES_AT_A_TIME = 256 * 2**20
 """Full weights that ZeRO-3 gathers at a time when they are overwritten."""
 
@@ -105,11 +108,38 @@ def partitioning(dtype: str, accelerator: str, placed: dict[str, Any]) -> Iterat
         }
     )
     try:
-        with quiet():
+        with quiet(), _layer_by_layer():
             yield
     finally:
         unset_hf_deepspeed_config()
         del asked
+
+
+@contextlib.contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """transformers takes all files' tensors at once, and makes of them what the model's layers need: of every layer's experts one tensor,
+    which would be a second copy of a mixture on every rank. Here it gets one layer's tensors at a time."""
+    from transformers import modeling_utils
+
+    load: Callable[..., tuple[list[str], set[str]]] = modeling_utils._load_state_dict_into_zero3_model
+
+    def loaded(model: nn.Module, state: dict[str, Any], *arguments: Any) -> tuple[list[str], set[str]]:
+        layers: dict[str, dict[str, Any]] = {}
+        for name, tensor in state.items():
+            found = LAYER.match(name)
+            layers.setdefault(found[0] if found else "", {})[name] = tensor
+        errors, missing = [], set(model.state_dict())
+        for tensors in layers.values():
+            wrong, others = load(model, tensors, *arguments)
+            errors += wrong
+            missing &= others
+        return errors, missing
+
+    modeling_utils._load_state_dict_into_zero3_model = loaded
+    try:
+        yield
+    finally:
+        modeling_utils._load_state_dict_into_zero3_model = load
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:

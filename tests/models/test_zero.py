@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from conveyor.checks import check_offload
 from conveyor.config import UserError, parse_recipe, sections
@@ -18,7 +19,7 @@ from conveyor.models.scalar_model import load_scalar_model, score_head, sequence
 from conveyor.models.train_engine import TrainEngine
 from tests.models.ranks import spawn
 from tests.models.test_train_engine import SETTINGS, largest_difference, meet, update
-from tests.tiny import save_tiny_policy, save_tiny_reward_model
+from tests.tiny import save_tiny_policy, save_tiny_reward_model, tiny_config
 
 
 class Materialised:
@@ -84,6 +85,30 @@ def check_inference(rank, ranks, port, folder, dtype, offload):
                 assert "lm_head.weight" not in dict(engine.named_weights())
             check_overwrite(engine, plain, want, tied)
         check_scalar(folder, dtype, offload)
+    if dtype == "float32":
+        check_mixture(folder)
+
+
+def check_mixture(folder):
+    """Experts come one by one out of the files and are one tensor a layer in the model."""
+    from transformers.integrations import deepspeed as integration
+
+    layers = []
+    with pytest.MonkeyPatch.context() as patch:
+        convert = integration._apply_weight_conversions_to_state_dict
+        patch.setattr(
+            integration, "_apply_weight_conversions_to_state_dict",
+            lambda model, state, mapping: layers.append({*state}) or convert(model, state, mapping),
+        )  # fmt: skip
+        section = sections.Model(path=str(folder / "mixture"))
+        with zero.partitioning("float32", "cpu", {}):
+            model = load_language_model(section)
+    assert sorted("".join({name.partition(".layers.")[2][:1] for name in of}) for of in layers) == ["", "0", "1"]
+    plain = load_language_model(section)
+    engine = InferenceEngine(model, accelerator="cpu")
+    found = {name: weight.clone() for name, weight in engine.named_weights()}
+    assert found.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(weight, found[name]) for name, weight in plain.named_parameters())
 
 
 def check_overwrite(engine, plain, before, tied):
@@ -156,6 +181,9 @@ def test_models_cut_over_two_ranks_answer_bit_for_bit(tmp_path, dtype, offload):
     save_tiny_policy(tmp_path / "policy", num_hidden_layers=4)
     save_tiny_policy(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     save_tiny_reward_model(tmp_path / "reward")
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)
+    settings = {name: value for name, value in tiny_config().to_dict().items() if name not in ("model_type", "architectures")}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | experts)).save_pretrained(tmp_path / "mixture")
     spawn(check_inference, 2, tmp_path, dtype, offload)
 
 
