@@ -123,14 +123,17 @@ def _layer_by_layer() -> Iterator[None]:
 
     load: Callable[..., tuple[list[str], set[str]]] = modeling_utils._load_state_dict_into_zero3_model
 
-    def loaded(model: nn.Module, state: dict[str, Any], *arguments: Any) -> tuple[list[str], set[str]]:
+    def loaded(model: nn.Module, state: dict[str, Any], asked: Any) -> tuple[list[str], set[str]]:
         layers: dict[str, dict[str, Any]] = {}
+        shapes = {name: parameter.ds_shape for name, parameter in model.named_parameters()} if asked.ignore_mismatched_sizes else {}
         for name, tensor in state.items():
+            if shapes.get(name, tensor.shape) != tensor.shape:
+                continue  # it stays missing, as transformers has it without ZeRO
             found = LAYER.match(name)
             layers.setdefault(found[0] if found else "", {})[name] = tensor
         errors, missing = [], set(model.state_dict())
         for tensors in layers.values():
-            wrong, others = load(model, tensors, *arguments)
+            wrong, others = load(model, tensors, asked)
             errors += wrong
             missing &= others
         return errors, missing

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import distributed as dist
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from conveyor.checks import check_offload
 from conveyor.config import UserError, parse_recipe, sections
@@ -130,7 +130,7 @@ def check_overwrite(engine, plain, before, tied):
 
 def check_scalar(folder, dtype, offload):
     tokens = samples()[0]
-    for name, new_head in (("reward", False), ("policy", True)):
+    for name, new_head in (("reward", False), ("policy", True), ("labels", True)):
         section = sections.Model(path=str(folder / name), dtype=dtype)
         plain = load_scalar_model(section, new_head)
         with zero.partitioning(dtype, "cpu", zero.offloading("cpu", parameters=offload)):
@@ -181,6 +181,7 @@ def test_models_cut_over_two_ranks_answer_bit_for_bit(tmp_path, dtype, offload):
     save_tiny_policy(tmp_path / "policy", num_hidden_layers=4)
     save_tiny_policy(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     save_tiny_reward_model(tmp_path / "reward")
+    LlamaForSequenceClassification(tiny_config(num_labels=3)).save_pretrained(tmp_path / "labels")
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)
     settings = {name: value for name, value in tiny_config().to_dict().items() if name not in ("model_type", "architectures")}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | experts)).save_pretrained(tmp_path / "mixture")
