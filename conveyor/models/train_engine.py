@@ -1,4 +1,4 @@
-"""One model being trained on one rank: the only place that touches DeepSpeed.
+"""One model being trained on one rank under DeepSpeed.
 
     for micro_batch in update:
         outputs = engine.forward(function, *tensors)      # function(model, *tensors)
@@ -46,7 +46,7 @@ class TrainEngine:
     """A model, its AdamW and its schedule under DeepSpeed.
 
     Args:
-        module: a Hugging Face model.
+        module: a Hugging Face model, cut over the ranks already (`zero.loading`) or not.
         total_updates: optimizer steps of the whole run, for the schedule.
         dtype: of weights in forward and backward. With bfloat16 the optimizer holds fp32 weights and
             gradients are summed in fp32; stage 0 then runs as stage 1, which keeps the same weights
