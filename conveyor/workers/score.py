@@ -98,7 +98,8 @@ class ScoreWorker(Sleeper):
         settings = self._recipe.score
         accelerator: Literal["cpu", "cuda"] = "cuda" if self._cores is None else "cpu"
         placed = offloading(accelerator, parameters=settings.offload_parameters, nvme_path=settings.nvme_path)
-        with partitioning(self._recipe.model.dtype, accelerator, placed):
+        section = {"reference": self._recipe.reference, "critic_snapshot": self._recipe.critic}.get(role) or self._recipe.model
+        with partitioning(section.dtype, accelerator, placed):
             model = self._load(role, reward)
         return InferenceEngine(
             model, accelerator=accelerator, offload_parameters=settings.offload_parameters, nvme_path=settings.nvme_path
