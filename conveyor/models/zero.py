@@ -121,13 +121,14 @@ def _layer_by_layer() -> Iterator[None]:
     which would be a second copy of a mixture on every rank. Here it gets one layer's tensors at a time."""
     from transformers import modeling_utils
 
-    load: Callable[..., tuple[list[str], set[str]]] = modeling_utils._load_state_dict_into_zero3_model
+    its: Any = modeling_utils
+    load: Callable[..., tuple[list[str], set[str]]] = its._load_state_dict_into_zero3_model
 
     def loaded(model: nn.Module, state: dict[str, Any], asked: Any) -> tuple[list[str], set[str]]:
         layers: dict[str, dict[str, Any]] = {}
-        shapes = {name: parameter.ds_shape for name, parameter in model.named_parameters()} if asked.ignore_mismatched_sizes else {}
+        own = dict(model.named_parameters()) if asked.ignore_mismatched_sizes else {}
         for name, tensor in state.items():
-            if shapes.get(name, tensor.shape) != tensor.shape:
+            if getattr(own.get(name), "ds_shape", tensor.shape) != tensor.shape:
                 continue  # it stays missing, as transformers has it without ZeRO
             found = LAYER.match(name)
             layers.setdefault(found[0] if found else "", {})[name] = tensor
@@ -138,11 +139,11 @@ def _layer_by_layer() -> Iterator[None]:
             missing &= others
         return errors, missing
 
-    modeling_utils._load_state_dict_into_zero3_model = loaded
+    its._load_state_dict_into_zero3_model = loaded
     try:
         yield
     finally:
-        modeling_utils._load_state_dict_into_zero3_model = load
+        its._load_state_dict_into_zero3_model = load
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
