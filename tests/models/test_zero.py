@@ -143,11 +143,11 @@ def check_scalar(folder, dtype, offload):
             assert torch.equal(score_head(model).weight, score_head(plain).weight)
 
 
-def trained(folder, dtype, rank, partitioned, lora=False, **train):
+def trained(folder, dtype, rank, partitioned, lora=False, fp32_head=False, **train):
     """Weights after two updates on a model that was cut when it was loaded, or only by its engine."""
-    settings = sections.Train(zero_stage=3, **SETTINGS, **train)
+    settings = sections.Train(**{"zero_stage": 3} | SETTINGS | train)
     with zero.loading(settings, dtype, "cpu") if partitioned else contextlib.nullcontext():
-        model = load_language_model(sections.Model(path=str(folder / "tied"), dtype=dtype))
+        model = load_language_model(sections.Model(path=str(folder / "tied"), dtype=dtype, fp32_head=fp32_head))
     assert zero.is_partitioned(model.get_input_embeddings().weight) == partitioned
     if lora:
         torch.manual_seed(rank)  # the first rank's adapter counts, wherever it is cut
@@ -164,6 +164,9 @@ def check_training(rank, ranks, port, folder):
     assert found == norms and largest_difference(got, want) == 0
     got, _ = trained(folder, "float32", rank, True, offload_optimizer="cpu", offload_parameters="cpu")
     assert largest_difference(got, want) < 1e-5
+    want, norms = trained(folder, "bfloat16", rank, False, fp32_head=True, zero_stage=2)
+    got, found = trained(folder, "bfloat16", rank, True, fp32_head=True)
+    assert found == pytest.approx(norms, rel=1e-3) and largest_difference(got, want) < 1e-3
     want, norms = trained(folder, "float32", rank, False, lora=True)
     got, found = trained(folder, "float32", rank, True, lora=True)
     assert found == norms and norms[0] > 0 and largest_difference(got, want) == 0
