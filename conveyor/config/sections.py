@@ -116,7 +116,7 @@ class Rollout(Section):
         3.0, ge=1, description="a step samples at most so many times rollout_batch_size prompts; then groups with equal rewards stay in"
     )
     engine: Literal["vllm", "transformers"] = Field(
-        "vllm", description="transformers: in-process, slower, for machines without vLLM and models that it cannot serve (docs/engines.md)"
+        "vllm", description="transformers: for machines without vLLM and models that it cannot serve, on one device (docs/engines.md)"
     )
     max_concurrent_requests: PositiveInt = Field(64, description="samples in one engine at a time")
     tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine (vllm)")

@@ -148,7 +148,7 @@ def test_logprobs_equal_vllm(engine: Any, worker: RolloutWorker, tiny_policy: Pa
         assert (theirs.finish_reason, theirs.text) == (ours.finish_reason, ours.text)
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
     sampled = call(engine.generate.remote(prompts, 2, temperature=0.7))
-    slots = SlotModel(load_language_model(sections.Model(path=str(tiny_policy))), "tiny")
+    slots = SlotModel(load_language_model(sections.Model(path=str(tiny_policy), remove_padding=False)), "tiny")
     rows = [list(rollout.prompt.token_ids) for rollout in sampled]
     slots.fill([ids[:-1] for ids in rows], range(len(rows)))
     found: list[list[float]] = [[] for _ in rows]
