@@ -237,6 +237,11 @@ def _check_lengths(recipe: OnlineRecipe) -> None:
             )
 
 
+def _has_flash_attention(recipe: OnlineRecipe) -> bool:
+    """On this machine, or installed where the GPUs are those of other machines: a cluster's head may have none."""
+    return is_flash_attn_2_available() or (find_spec("flash_attn") is not None and available(recipe.ray).kind == "GPU")
+
+
 def _check_attention(recipe: OnlineRecipe) -> None:
     for key, model in {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}.items():
         if model is not None and model.attention == "flash_attention_2" and not _has_flash_attention(recipe):
@@ -249,11 +254,6 @@ def check_offload(recipe: Common) -> None:
     """What is to be offloaded can be, if it is this machine that trains; machines of a cluster tell when they load their models."""
     if not (recipe.ray.address or os.environ.get("RAY_ADDRESS")):
         check_nvme(recipe.train)
-
-
-def _has_flash_attention(recipe: OnlineRecipe) -> bool:
-    """On this machine, or installed where the GPUs are those of other machines: a cluster's head may have none."""
-    return is_flash_attn_2_available() or (find_spec("flash_attn") is not None and available(recipe.ray).kind == "GPU")
 
 
 def planned_devices(recipe: OnlineRecipe) -> dict[str, float]:
