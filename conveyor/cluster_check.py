@@ -19,7 +19,7 @@ from conveyor.plan.layout import Cluster, parse_cluster, told
 from conveyor.plan.lengths import LengthFacts, Workload
 from conveyor.plan.memory import GroupMemory, Items, Shapes, group_memory, train_items
 from conveyor.plan.models import ModelShape, shape_from_config
-from conveyor.workers.cluster import Devices, available, check_devices, default_devices, gpu_nodes
+from conveyor.workers.cluster import Devices, available, check_devices, default_devices
 from conveyor.workers.nodes import Node, assign, strategies
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def named_cluster(text: str, ray_section: sections.Ray) -> Cluster:
     there = available(ray_section)
     if there.kind != "GPU":
         raise UserError(f"--cluster: ray: the cluster has {there} and no GPUs")
-    return Cluster(gpu_nodes() or (int(there.count),))
+    return Cluster(tuple(int(node.devices) for node in there.nodes) or (int(there.count),))
 
 
 def _online(recipe: OnlineRecipe, cluster: Cluster, named: Named) -> str:
