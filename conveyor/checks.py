@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +237,14 @@ def _check_lengths(recipe: OnlineRecipe) -> None:
             )
 
 
+def _has_flash_attention(recipe: OnlineRecipe) -> bool:
+    """On this machine, or installed where the GPUs are those of other machines: a cluster's head may have none."""
+    return is_flash_attn_2_available() or (find_spec("flash_attn") is not None and available(recipe.ray).kind == "GPU")
+
+
 def _check_attention(recipe: OnlineRecipe) -> None:
     for key, model in {"model": recipe.model, "reference": recipe.reference, "critic": recipe.critic}.items():
-        if model is not None and model.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        if model is not None and model.attention == "flash_attention_2" and not _has_flash_attention(recipe):
             raise UserError(f"{key}.attention: flash_attention_2 needs the package flash-attn and a GPU; use sdpa")
         if model is not None:
             check_liger(model.liger)

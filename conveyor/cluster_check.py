@@ -19,7 +19,7 @@ from conveyor.plan.layout import Cluster, parse_cluster, told
 from conveyor.plan.lengths import LengthFacts, Workload
 from conveyor.plan.memory import GroupMemory, Items, Shapes, group_memory, train_items
 from conveyor.plan.models import ModelShape, shape_from_config
-from conveyor.workers.cluster import Devices, available, check_devices, default_devices, gpu_nodes
+from conveyor.workers.cluster import Devices, available, check_devices, default_devices
 from conveyor.workers.nodes import Node, assign, strategies
 
 GIB = 2**30
@@ -45,19 +45,18 @@ def check_on(recipe: Recipe, cluster: Cluster, named: Named = Named()) -> str:
         return _online(recipe, cluster, named)
     if isinstance(recipe, OfflineRecipe):
         return _offline(recipe, cluster, named)
-    raise UserError(
-        f"--cluster: {recipe.method} samples and fits in turn, as recipes of their own; check one that samples and one that trains"
-    )
+    raise UserError(f"--cluster: {recipe.method} samples and fits in turn; check a recipe that samples and one that trains")
 
 
 def named_cluster(text: str, ray_section: sections.Ray) -> Cluster:
-    """That of `--cluster`; `ray`: what the cluster that the recipe would join has, or this machine; GPUs of 80 GiB, as Ray does not tell."""
+    """That of `--cluster`; `ray`: what the cluster that the recipe would join has, or this machine. Ray does not tell the memory of GPUs:
+    80 GiB."""
     if text != "ray":
         return parse_cluster(text)
     there = available(ray_section)
     if there.kind != "GPU":
         raise UserError(f"--cluster: ray: the cluster has {there} and no GPUs")
-    return Cluster(gpu_nodes() or (int(there.count),))
+    return Cluster(tuple(int(node.devices) for node in there.nodes) or (int(there.count),))
 
 
 def _online(recipe: OnlineRecipe, cluster: Cluster, named: Named) -> str:
@@ -174,10 +173,12 @@ def memory_lines(tables: Sequence[GroupMemory], devices: dict[str, float], clust
         if any(sum(items.values()) / GIB >= SMALLEST for items in of):
             rows.append([f"{words}, for each GPU", *(_gib(sum(items.values()) or None) for items in of)])
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    lines = [
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in (heads, *rows)
-    ]
-    return ["  ".join(line).rstrip() for line in lines]
+
+    def line(row: Sequence[str]) -> str:
+        numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        return "  ".join((row[0].ljust(widths[0]), *numbers)).rstrip()
+
+    return [line(row) for row in (heads, *rows)]
 
 
 def _names(items: Sequence[Items]) -> list[str]:
@@ -196,4 +197,5 @@ def _gib(size: float | None) -> str:
 def _too_much(table: GroupMemory, change: str) -> str:
     largest = sorted(table.items.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    return f"devices.{table.group}: {table.total / GIB:.1f} GiB a GPU do not fit {table.limit / GIB:.1f} ({parts}, …); what would help: {change}"
+    much = f"{table.total / GIB:.1f} GiB a GPU do not fit {table.limit / GIB:.1f}"
+    return f"devices.{table.group}: {much} ({parts}, …); what would help: {change}"

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.cluster_utils import Cluster
 
 from conveyor.cli import main
@@ -28,10 +29,11 @@ if __name__ == "__main__":
     cluster = Cluster(initialize_head=True, head_node_args=small)
     try:
         for _ in range(3):
-            cluster.add_node(**{key: value for key, value in small.items() if key != "include_dashboard"})
+            cluster.add_node(wait=False, **{key: value for key, value in small.items() if key != "include_dashboard"})
         cluster.wait_for_nodes()
         joined = ("check", recipe, "--cluster", "ray", "--ray.address", cluster.address)
         found = [said(*joined), said(*joined, "--devices.train", "32")]
         Path(out).write_text(json.dumps(found))
     finally:
+        ray.shutdown()
         cluster.shutdown()

@@ -1,6 +1,10 @@
 """Bad input is one clear line on stderr and exit status 2, before any model is loaded; nothing is written."""
 
 import json
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,3 +140,28 @@ def test_help_lists_every_key_of_the_method(recipe: Callable[..., Path], capsys:
     assert "--rollout.n_samples_per_prompt  (int; default 8)" in text and "--pipeline.max_staleness" in text
     assert main(["train", "--help", str(recipe(method="sft"))]) == 0
     assert "--pipeline" not in capsys.readouterr().out
+
+
+def test_a_request_to_end_is_like_ctrl_c(
+    recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ended = []
+
+    def run(_: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            ended.append("in order")
+
+    monkeypatch.setattr("conveyor.pipeline.loop.run_online", run)
+    assert main(["train", str(recipe())]) == 130
+    assert (capsys.readouterr().err, ended) == ("conveyor: interrupted\n", ["in order"])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    def ray_ends(_: object) -> None:
+        sys.exit(signal.SIGTERM)  # as Ray's own handler does
+
+    monkeypatch.setattr("conveyor.pipeline.loop.run_online", ray_ends)
+    assert main(["train", str(recipe())]) == 130

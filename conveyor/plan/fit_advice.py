@@ -58,14 +58,20 @@ def _changes(recipe: OnlineRecipe, group: str) -> Iterator[Change]:
         for wider in (2, 4, 8):
             if width < wider <= WIDEST and slots % wider == 0 and not recipe.beside_rollout:
                 yield f"rollout.tensor_parallel_size {wider}", {"rollout": {"tensor_parallel_size": wider}}
+        if recipe.beside_rollout:  # the engine takes its share of the GPU, whatever it needs
+            for tenths in range(9, 1, -1):
+                if tenths / 10 < recipe.rollout.gpu_memory_utilization:
+                    yield f"rollout.gpu_memory_utilization {tenths / 10}", {"rollout": {"gpu_memory_utilization": tenths / 10}}
         for share in (2, 4):
             fewer = recipe.rollout.max_concurrent_requests // share // n * n
             if fewer >= n:
                 yield f"rollout.max_concurrent_requests {fewer}", {"rollout": {"max_concurrent_requests": fewer}}
-    if scored_roles(recipe, group) and kept.score_stage == 0:
-        yield "score.zero_stage 3", {"score": {"zero_stage": 3}}
-    if scored_roles(recipe, group) and kept.score_place == "none":
-        yield "score.offload_parameters cpu", {"score": {"offload_parameters": "cpu"}}
+    if scored_roles(recipe, group):
+        if kept.score_stage == 0:
+            yield "score.zero_stage 3", {"score": {"zero_stage": 3}}
+        if kept.score_place == "none":
+            words = "score.offload_parameters cpu" if kept.score_stage == 3 else "score.zero_stage 3, score.offload_parameters cpu"
+            yield words, {"score": {"zero_stage": 3, "offload_parameters": "cpu"}}
     if group in (recipe.role_group("actor"), recipe.role_group("critic")):
         yield from _of_trainers(recipe)
 

@@ -125,16 +125,6 @@ def nodes_with(kind: Literal["GPU", "CPU"]) -> tuple[Node, ...]:
     )
 
 
-def gpu_nodes() -> tuple[int, ...]:
-    """GPUs of each node of the cluster that is joined, the largest first; none where no Ray runs."""
-    import ray
-
-    if not ray.is_initialized():
-        return ()
-    counts = (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
-    return tuple(sorted((count for count in counts if count), reverse=True))
-
-
 def default_devices(recipe: OnlineRecipe | OfflineRecipe, there: Devices | None = None) -> dict[str, float]:
     """Device groups for a recipe without `devices:`, from what is there (default: `available()`).
 

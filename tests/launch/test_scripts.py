@@ -157,11 +157,14 @@ def test_a_job_that_is_preempted_ends_its_driver_and_ray(bench: Bench, again: st
     assert ("scontrol requeue 4321" in bench.calls) == (again == "1")
 
 
-def test_a_head_that_does_not_answer_and_nodes_that_do_not_come(bench: Bench) -> None:
+def test_a_head_that_does_not_answer(bench: Bench) -> None:
     status, errors = bench.run("slurm.sh", "recipe.yaml", HEALTH="1", START_SECONDS="0")
     assert status == 1
     assert "Ray's head on gpu1 does not answer at 10.0.0.7:24321" in errors
     assert not any(call.startswith("conveyor") for call in bench.calls)
+
+
+def test_nodes_that_do_not_come(bench: Bench) -> None:
     assert bench.run("slurm.sh", "recipe.yaml", WAITED="1")[0] == 1
     assert not any(call.startswith("conveyor") for call in bench.calls)
 
