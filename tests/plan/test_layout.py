@@ -1,11 +1,11 @@
-"""A cluster in words, and slots on its nodes."""
+"""A cluster in words, and what lies on its nodes."""
 
 from __future__ import annotations
 
 import pytest
 
 from conveyor.config import UserError
-from conveyor.plan.layout import Cluster, lay_out, parse_cluster, told
+from conveyor.plan.layout import Cluster, parse_cluster, told
 
 
 def test_a_cluster_in_words() -> None:
@@ -21,21 +21,6 @@ def test_what_is_no_cluster(text: str) -> None:
         parse_cluster(text)
 
 
-def test_a_slot_is_never_divided_between_nodes() -> None:
-    assert lay_out({"rollout": [8.0]}, [4, 4]) is None
-    assert lay_out({"rollout": [4.0, 4.0], "train": [1.0] * 8}, [8, 8]) == {"rollout": [0, 0], "train": [1] * 8}
-    # Twelve GPUs are there, but no third engine of four.
-    assert lay_out({"rollout": [4.0, 4.0, 4.0]}, [6, 6]) is None
-
-
-def test_slots_of_parts_share_a_gpu() -> None:
-    places = lay_out({"rollout": [1.0], "score": [0.5], "train": [0.5]}, [2])
-    assert places == {"rollout": [0], "score": [0], "train": [0]}
-    assert lay_out({"rollout": [1.0], "score": [0.5], "train": [0.6]}, [2]) is None
-
-
 def test_nodes_that_are_alike_are_told_once() -> None:
     slots = {"rollout": [8.0], "train": [1.0] * 16}
-    places = lay_out(slots, [8, 8, 8, 8])
-    assert places is not None
-    assert told(places, slots, 4) == ["node 0: rollout 8", "nodes 1–2: train 8", "node 3: nothing"]
+    assert told({"rollout": [0], "train": [1] * 8 + [2] * 8}, slots, 4) == ["node 0: rollout 8", "nodes 1–2: train 8", "node 3: nothing"]
