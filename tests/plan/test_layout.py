@@ -23,5 +23,4 @@ def test_what_is_no_cluster(text: str) -> None:
 
 def test_nodes_that_are_alike_are_told_once() -> None:
     slots = {"rollout": [8.0], "train": [1.0] * 16}
-    places = {"rollout": [0], "train": [1] * 8 + [2] * 8}
-    assert told(places, slots, 4) == ["node 0: rollout 8", "nodes 1–2: train 8", "node 3: nothing"]
+    assert told({"rollout": [0], "train": [1] * 8 + [2] * 8}, slots, 4) == ["node 0: rollout 8", "nodes 1–2: train 8", "node 3: nothing"]

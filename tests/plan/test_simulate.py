@@ -13,6 +13,8 @@ from conveyor.plan.costs import Linear, TaskCosts, TrainerCosts
 from conveyor.plan.engines import FixedDurations, Iterations
 from conveyor.plan.lengths import Workload
 from conveyor.plan.simulate import Simulation, _names, simulate
+from conveyor.report.causes import idle_by_cause, idle_spells
+from conveyor.report.timeline import devices
 from conveyor.types import SampleId
 
 
@@ -57,6 +59,20 @@ def test_merged_groups_take_turns() -> None:
     run = flow_shop(4, 4, 2, 2, **merged)
     assert run.step_seconds == pytest.approx({1: 8})
     assert set(run.idle[1]) == {"train"}
+
+
+def test_a_merged_group_that_sleeps_is_handed_over_three_times_a_step() -> None:
+    """Asleep and awake again: engines 1 s, score workers 2, trainers 3; so a step has 2 · (1 + 2 + 3) s of moving."""
+    plan = RunPlan(step_groups=(4, 4), samples_per_group=1, samples_per_update=4, micro_batch_size=1, engine_slots=1, rollout_group="train",
+                   parts=(ScorePart("train", ("reward",), False),), sleeping=(("train", "train"),))  # fmt: skip
+    seconds = {SampleId(group, 0): 1.0 for group in range(8)}
+    costs = TaskCosts(FixedDurations(seconds), {"reward": Linear(0.5)}, {"actor": TrainerCosts(Linear(0.5))},
+                      moves={"rollout": 1, "score": 2, "train": 3})  # fmt: skip
+    run = simulate(plan, costs, Workload.draw("1", 8, 1))
+    assert run.step_seconds == pytest.approx({1: 8 + 12 + 4, 2: 8 + 12})  # the first way to the engines is before step 1
+    assert run.idle[2]["train"] == pytest.approx(12 / 20)
+    causes = idle_by_cause(idle_spells(run.events, (0, 44)), (0, 44), devices(run.events))["train"]
+    assert causes["moving"] == pytest.approx(28) and sum(causes.values()) == pytest.approx(28)
 
 
 def test_weights_travel_before_the_next_step() -> None:
