@@ -120,7 +120,9 @@ class Rollout(Section):
     )
     max_concurrent_requests: PositiveInt = Field(64, description="samples in one engine at a time")
     tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine (vllm)")
-    gpu_memory_utilization: Number = Field(0.85, gt=0, le=1, description="share of the GPU (of a group's fraction of it) for one engine (vllm)")
+    gpu_memory_utilization: Number = Field(
+        0.85, gt=0, le=1, description="share of the GPU (of a group's fraction of it) for one engine (vllm)"
+    )
     cpu_kv_cache_gib: PositiveInt = Field(1, description="size of the KV cache of an engine on CPU, GiB (vllm)")
     dtype: DType | None = Field(None, description="the engine's weights; default: model.dtype")
     enforce_eager: Flag | None = Field(None, description="no graph capture; default: on CPU only (transformers: never any)")

@@ -33,6 +33,7 @@ from conveyor.episodes.episode import Sampled
 from conveyor.episodes.episodes import Episodes
 from conveyor.episodes.process import EpisodeProcess, Message
 from conveyor.types import Prompt, Rollout, SampleId
+from conveyor.workers.engine_requests import EngineRequests
 from conveyor.workers.engines import prepare_process, start
 from conveyor.workers.reports import EvaluationAborted, InstallReport, Publication, SampleDone, Span, WorkerInfo
 from conveyor.workers.weight_stream import Transport
@@ -181,7 +182,7 @@ class RolloutWorker:
         Args:
             size: processes of the engine, and that rank.
         """
-        self._command(lambda: self._engine.open_stream(transport, address, port, size)).result()
+        self._command(partial(self._open_stream, transport, address, port, size)).result()
 
     def sleep(self) -> Span:
         """Give memory back between two steps, when no sample is in the engine; see `rollout.sleep`. Waits for it.
@@ -343,6 +344,10 @@ class RolloutWorker:
             self._leaving.append((EvaluationAborted(sample.id, sample.version, Span(sample.start, time.time())), None))
         mismatched = self._engine.install(publication)
         return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), mismatched)
+
+    def _open_stream(self, transport: Transport, address: str, port: int, size: int) -> None:
+        assert isinstance(self._engine, EngineRequests), "only vLLM's processes are sent weights"
+        self._engine.open_stream(transport, address, port, size)
 
     def _sleep(self) -> Span:
         assert not self._samples, "an engine that has samples was put to sleep"

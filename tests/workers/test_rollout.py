@@ -220,7 +220,7 @@ def test_every_zero_stage_publishes_what_it_trains(engine: Any, tiny_policy: Pat
         train = sections.Train(zero_stage=stage)  # type: ignore[arg-type]
         trained = TrainEngine(module, train, learning_rate=3e-2, total_updates=1, dtype="float32", accelerator="cpu")
         ids = torch.tensor([prompt(stage, 20).token_ids])
-        trained.backward(trained.forward(lambda model: -model(ids).logits.log_softmax(-1)[..., 7].sum()), last=True)
+        trained.backward(trained.forward(lambda model, ids: -model(ids).logits.log_softmax(-1)[..., 7].sum(), ids), last=True)
         assert not trained.step(20).skipped
         publication = publish(trained.named_weights(), stage, "actor", verify=True)
         assert publication is not None
