@@ -72,11 +72,12 @@ def tiny_reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rollout_engine(policy: Path, **changes: Any) -> Iterator[Any]:
     """A RolloutWorker actor that is about to start. `changes`: of its section."""
     from conveyor.workers.placement import Placement
-    from conveyor.workers.rollout import RolloutWorker
+    from tests.workers.probed import ProbedRolloutWorker
 
-    with Placement.create({"rollout": 1}, sections.Ray()) as placement:
+    size = changes.get("tensor_parallel_size", 1)
+    with Placement.create({"rollout": size}, sections.Ray(), devices_per_worker={"rollout": size}) as placement:
         yield placement.actor(
-            RolloutWorker, "rollout", 0, model=sections.Model(path=str(policy)), rollout=ENGINE_ROLLOUT.model_copy(update=changes),
+            ProbedRolloutWorker, "rollout", 0, model=sections.Model(path=str(policy)), rollout=ENGINE_ROLLOUT.model_copy(update=changes),
             seed=ENGINE_SEED, cores=placement.cores("rollout", 0), max_model_len=ENGINE_MODEL_LENGTH,
         )  # fmt: skip
 

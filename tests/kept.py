@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from conveyor.config import sections
 from conveyor.workers.placement import Placement
@@ -69,6 +69,8 @@ class KeptWorkers:
 class KeptPlacement:
     """What a run needs of a `Placement`, of kept workers, each of which may be had once. A group of another size than the kept one
     has processes of its own."""
+
+    kind: ClassVar[Literal["CPU"]] = "CPU"
 
     def __init__(self, kept: KeptWorkers, devices: Mapping[str, float]) -> None:
         self.devices, self.kind = devices, kept.placement.kind

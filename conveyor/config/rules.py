@@ -17,7 +17,7 @@ Broken = Iterator[tuple[str, str]]
 def broken_rules(recipe: OnlineRecipe, trains: bool = True) -> list[tuple[str, str]]:
     """(key, reason) for every rule between sections that the recipe breaks; of one that only samples, those that matter then."""
     training = (_method, _rollout, _estimator, _sizes, _loss, _kl, _streaming, _dynamic_sampling, _multi_turn, _replay, _nodes)
-    of = (*(training if trains else ()), _group_fits, _placement, _evaluate)
+    of = (*(training if trains else ()), _group_fits, _placement, _weight_transfer, _evaluate)
     alike = (*broken_engine_rules(recipe.rollout), *broken_reward_rules(recipe.rewards), *broken_score_rules(recipe.score))
     return [*(broken for rules in of for broken in rules(recipe)), *alike]
 
@@ -210,6 +210,13 @@ def _nodes(recipe: OnlineRecipe) -> Broken:
     for group in recipe.ray.placement:
         if group not in groups:
             yield f"ray.placement.{group}", f"no device group {group}; there is {', '.join(sorted(groups))}"
+
+
+def _weight_transfer(recipe: OnlineRecipe) -> Broken:
+    if recipe.pipeline.weight_transfer == "nccl" and recipe.role_group("actor") == recipe.role_group("rollout"):
+        yield "pipeline.weight_transfer", "engines on the actor's GPUs: one GPU cannot be two members of an NCCL group; use object_store"
+    if recipe.pipeline.weight_transfer in ("nccl", "gloo") and recipe.rollout.engine != "vllm":
+        yield "pipeline.weight_transfer", f"{recipe.pipeline.weight_transfer} sends to vLLM's processes; of another engine use object_store"
 
 
 def _evaluate(recipe: OnlineRecipe) -> Broken:

@@ -120,7 +120,9 @@ class Rollout(Section):
     )
     max_concurrent_requests: PositiveInt = Field(64, description="samples in one engine at a time")
     tensor_parallel_size: PositiveInt = Field(1, description="devices of one engine (vllm)")
-    gpu_memory_utilization: Number = Field(0.85, gt=0, le=1, description="share of the GPU for one engine (vllm)")
+    gpu_memory_utilization: Number = Field(
+        0.85, gt=0, le=1, description="share of the GPU (of a group's fraction of it) for one engine (vllm)"
+    )
     cpu_kv_cache_gib: PositiveInt = Field(1, description="size of the KV cache of an engine on CPU, GiB (vllm)")
     dtype: DType | None = Field(None, description="the engine's weights; default: model.dtype")
     enforce_eager: Flag | None = Field(None, description="no graph capture; default: on CPU only (transformers: never any)")
@@ -132,6 +134,11 @@ class Rollout(Section):
     )
     engine_args: dict[str, Any] = Field(
         {}, description="further engine arguments: vLLM's, passed through; of transformers only attn_implementation, sdpa or eager"
+    )
+    sleep: Literal[0, 1, 2] | None = Field(
+        None,
+        description="what a sleeping engine gives back on a GPU (vllm): 0 nothing, 1 the KV cache and, to host memory, the weights, 2 both "
+        "for good; on CPU 1 and 2 give back the KV cache; default: 1 where pipeline.sleep has it sleep",
     )
 
 
@@ -256,6 +263,11 @@ class Pipeline(Section):
     micro_batch_size: PositiveInt = Field(8, description="samples in the unit that moves between stages, over all train ranks")
     order: Literal["prompt", "completion"] = Field("prompt", description="order in which micro-batches of an update are trained")
     in_flight_update: Flag = Field(True, description="staleness ≥ 1: engines keep their requests through an install; off: they drain first")
+    weight_transfer: Literal["nccl", "gloo", "object_store"] | None = Field(
+        None,
+        description="how engines get weights: from the trainer's ranks over nccl (GPUs) or gloo, or through the object store in host "
+        "memory; default: nccl where engines have GPUs of their own",
+    )
     verify_sync: Flag = Field(False, description="compare a checksum per tensor on both sides of every sync")
     sleep: Flag | None = Field(
         None,

@@ -180,8 +180,9 @@ class TrainEngine:
             if when:
                 del self._optimizer.step
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in the Hugging Face model, full tensor on CPU), tied weights once. Every rank iterates to the end.
+    def named_weights(self, *, cpu: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(name in the Hugging Face model, full tensor on CPU), tied weights once. Every rank iterates to the end. `cpu` False: the
+        tensors are where the model is.
 
         A tensor is valid until the next one is asked for.
         """
@@ -189,7 +190,7 @@ class TrainEngine:
         for bucket in _buckets(named, GATHER_BYTES):
             with whole([parameter for _, parameter in bucket]):
                 for name, parameter in bucket:
-                    yield name, parameter.detach().cpu()
+                    yield name, parameter.detach().cpu() if cpu else parameter.detach()
 
     def save(self, folder: Path) -> None:
         """Weights, optimizer and place in the schedule; every rank writes its part."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,12 @@ from conveyor.pipeline.publications import Publications
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.sampling_executor import SamplingExecutor
 from conveyor.pipeline.scheduler import Scheduler
+from conveyor.pipeline.streams import WeightStreams
 from conveyor.run_folder import RunFolder, write_control, write_untrained
 from conveyor.types import Prompt, SampleId
 from conveyor.workers.failures import Who
 from conveyor.workers.records import RolloutRef
-from conveyor.workers.reports import EvaluationAborted, Judged, MicroBatchKey, SampleDone, SampleReport, SampleRow, Span
+from conveyor.workers.reports import EvaluationAborted, Judged, MicroBatchKey, Publication, SampleDone, SampleReport, SampleRow, Span
 from conveyor.workers.start import Workers
 
 SNAPSHOT_OF = {"policy_snapshot": "actor", "critic_snapshot": "critic", "reference": "actor"}
@@ -68,10 +70,12 @@ class Executor(SamplingExecutor):
         folder: RunFolder,
         held_out: Sequence[Prompt] = (),
         control: StepControl | None = None,
+        streams: WeightStreams | None = None,
     ) -> None:
         """Args:
         held_out: prompts of the evaluation.
         control: what steps before a resumed run's first one say; default: a run from the start.
+        streams: engines get the weights from the trainer; default: from the object store.
         """
         self.recipe = recorder.recipe
         super().__init__(scheduler, workers, HeldOut(self.recipe, scheduler.plan, held_out), recorder, self.recipe.ray.timeout)
@@ -80,6 +84,7 @@ class Executor(SamplingExecutor):
         self._open_samples: dict[int, list[tuple[int, SampleDone]]] = defaultdict(list)
         """Group whose step is not known yet → (engine, report) of its finished samples."""
         self._holders: dict[MicroBatchKey, int] = {}
+        self._streams = streams
         self._publications = Publications(self.recipe.algorithm.reference_refresh)
         self._checkpointed: Counter[int] = Counter()
         self._control_states: dict[int, dict[str, Any]] = {}
@@ -188,6 +193,7 @@ class Executor(SamplingExecutor):
         self.recorder.trained(action.train_group, action.key, reports)
 
     async def _update(self, action: Update) -> None:
+        await self._store_for_late_engines(action.train_group)
         denominators = self.ledger.denominators(action.train_group, action.step, action.base)
         reports = await self._on_ranks(action.train_group, "optim_step", denominators)
         self.recorder.updated(action.train_group, action.step, reports, denominators.whiten)
@@ -209,12 +215,39 @@ class Executor(SamplingExecutor):
         wanted = {"actor", *(SNAPSHOT_OF[role] for role in self.recipe.snapshot_roles)}
         for role in self.plan.train_groups[action.train_group].roles:
             if role in wanted:
-                publication = (await self._on_ranks(action.train_group, "publish", action.version, role))[0]
+                publication = await self._published(action.train_group, action.version, role)
                 self._publications.add(publication)
                 self.recorder.published(action.train_group, publication)
 
+    async def _published(self, train_group: int, version: int, role: str) -> Publication:
+        """Into the object store, unless only engines want it and they get it from the trainer."""
+        if self._streams is None or role != "actor":
+            return await self._stored(train_group, version, role)
+        publication: Publication = (await self._on_ranks(train_group, "publish", version, role, False))[0]
+        if "policy_snapshot" in self.recipe.snapshot_roles or self.recipe.algorithm.reference_refresh is not None:
+            publication = replace(await self._stored(train_group, version, role), layout=publication.layout)
+        self._streams.announce(publication)
+        return publication
+
+    async def _stored(self, train_group: int, version: int, role: str) -> Publication:
+        publication: Publication = (await self._on_ranks(train_group, "publish", version, role))[0]
+        return publication
+
+    async def _store_for_late_engines(self, train_group: int) -> None:
+        """An update is about to change the actor's weights, and there are engines that have not asked for them."""
+        if self._streams is not None and "actor" in self.plan.train_groups[train_group].roles:
+            late = self._streams.late()
+            if late is not None:
+                stored = late if late.buckets else await self._stored(train_group, late.version, "actor")
+                self._publications.add(replace(stored, layout=()))
+
     async def _install_engine(self, action: InstallEngine) -> None:
-        report = await self._ask_engine(action.engine, "install", self._publications.get("actor", action.version))
+        publication = self._publications.get("actor", action.version)
+        if publication.layout and self._streams is not None:
+            streamed = self._streams.install(action.engine, publication)
+            report = await self.asking.one(self._engine(action.engine), "install", streamed)
+        else:
+            report = await self._ask_engine(action.engine, "install", publication)
         self._verify(f"rollout engine {action.engine}", report.mismatched)
         self.recorder.installed(self.plan.rollout_group, "rollout", action.engine, report)
 

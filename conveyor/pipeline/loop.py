@@ -22,6 +22,7 @@ from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import RunPlan, run_plan
 from conveyor.pipeline.scheduler import Scheduler
+from conveyor.pipeline.streams import open_streams, transport_of
 from conveyor.report.events import read_events
 from conveyor.report.page import write_report
 from conveyor.report.progress import RunProgress
@@ -90,9 +91,11 @@ def run_placed(
         sleeping=sleeping,
     )
     trained = [(group.group, group.roles) for group in plan.train_groups]
+    transport = transport_of(recipe, placement.kind)
     workers = start_workers(recipe, placement, trained, _total_updates(plan), engines, sleeping)
     with RunProgress(recipe.method, total=len(order), done=plan.start_step) as progress:
         clocks, asking = workers.ready(progress.ready), Asking(recipe.ray.timeout, folder.what_is_left)
+        streams = open_streams(recipe, transport, workers.trainers[0], workers.engines) if transport else None
         if checkpoint:
             _on_every_rank(workers, plan, asking, "load_checkpoint", str(checkpoint[1]))
             _load_references(workers, plan, *checkpoint)
@@ -102,7 +105,7 @@ def run_placed(
         try:
             if plan.start_step < len(order):
                 control = StepControl(recipe, plan.start_step, read_control(checkpoint[1]) if checkpoint else None)
-                asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder, held_out, control).run())
+                asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder, held_out, control, streams).run())
         finally:
             recorder.close()
     write_trace(read_events(folder.events), folder.trace)

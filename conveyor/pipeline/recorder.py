@@ -18,7 +18,7 @@ from conveyor.algorithms.objective import streaming_coefficients
 from conveyor.config import OnlineRecipe, RunError
 from conveyor.pipeline.event_record import REWARDS, EventRecord, Place
 from conveyor.pipeline.run_plan import RunPlan, ScorePart
-from conveyor.pipeline.step_metrics import drop_metrics, optim_metrics, sample_metrics
+from conveyor.pipeline.step_metrics import drop_metrics, optim_metrics, sample_metrics, sync_metrics
 from conveyor.report.events import JUDGE, Event
 from conveyor.report.progress import MetricsLog
 from conveyor.report.timeline import busy_bound, step_idle
@@ -71,6 +71,10 @@ class Recorder(EventRecord):
         self._optim: dict[int, list[OptimReport]] = defaultdict(list)
         self._failures: dict[int, Metrics] = defaultdict(dict)
         self._in_flight: dict[SampleId, tuple[int, float]] = {}
+        self._published: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        """Step → (bytes, seconds) of what it published."""
+        self._installs: list[float] = []
+        """Seconds, since the last line of metrics."""
         self._window_start: float | None = None
         self._lost_steps = 0
         self.kl_coefs: dict[int, float] = {}
@@ -145,6 +149,8 @@ class Recorder(EventRecord):
         self._on_ranks(train_group, "update", step, [report.span for report in reports])
 
     def published(self, train_group: int, publication: Publication) -> None:
+        seconds = publication.span.end - publication.span.start
+        self._published[publication.version - 1].append((publication.nbytes, seconds))
         self._on_ranks(train_group, "publish", publication.version - 1, [publication.span])
 
     def checkpointed(self, train_group: int, step: int, span: Span) -> None:
@@ -153,6 +159,7 @@ class Recorder(EventRecord):
         self._on_ranks(train_group, "checkpoint", step - 1, [Span(span.start + ahead, span.end + ahead)])
 
     def installed(self, group: str, role: str, worker: int, report: InstallReport) -> None:
+        self._installs.append(report.span.end - report.span.start)
         where = Place("rollout" if role == "rollout" else "score", group, worker)
         self._event(where, role, "install", report.span, step=report.version - 1, version=report.version)
 
@@ -195,6 +202,8 @@ class Recorder(EventRecord):
         row |= optim_metrics(reports)
         if (kl_coef := self.kl_coefs.pop(step, None)) is not None:
             row["kl_coef"] = kl_coef
+        row |= sync_metrics(self._published.pop(step, []), self._installs)
+        self._installs.clear()
         row |= self._time_metrics(row["tokens"], now)
         row["version"] = step + 1
         if row["truncated_fraction"] == 1:

@@ -58,5 +58,19 @@ def optim_metrics(reports: Sequence[OptimReport]) -> dict[str, Any]:
     return metrics
 
 
+def sync_metrics(published: Sequence[tuple[int, float]], installs: Sequence[float]) -> dict[str, Any]:
+    """Of weights on their way.
+
+    Args:
+        published: (bytes, seconds) of each model that the step published.
+        installs: seconds of those since the line before, usually of the version that the step was sampled with.
+    """
+    return {
+        "sync/bytes": sum(nbytes for nbytes, _ in published),
+        "sync/publish_seconds": sum(seconds for _, seconds in published),
+        "sync/install_seconds": max(installs, default=0.0),
+    }
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

@@ -46,4 +46,10 @@ class Engine(Protocol):
     def install(self, publication: Publication) -> tuple[str, ...]:
         """New weights for every token from here on; requests are kept. Returns the names of tensors that were damaged on the way."""
 
+    def sleep(self) -> None:
+        """Give memory back until `wake`; nothing is running. Asleep an engine takes weights, and no requests."""
+
+    def wake(self) -> None:
+        """The memory back. What comes next is sampled as if there had been no sleep."""
+
     def shutdown(self) -> None: ...

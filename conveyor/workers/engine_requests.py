@@ -6,8 +6,8 @@ One thread calls everything here, so requests join and leave without locks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from conveyor.config import sections
 from conveyor.episodes.episode import Sampled
-from conveyor.models.checkpoint_names import CheckpointNames
+from conveyor.workers import engine_weights
 from conveyor.workers.reports import Publication
-from conveyor.workers.vllm_engine import expect_experts, repack_tied_head
-from conveyor.workers.weight_sync import checked, read
+from conveyor.workers.weight_stream import Transport
+from conveyor.workers.weight_sync import Bucket
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
@@ -47,14 +47,16 @@ class EngineRequests:
         self.version = 0
         """Of the weights."""
         self._engine: Any = engine
+        self._one_process = engine.vllm_config.parallel_config.world_size == 1
+        """vLLM's worker lives in this process, not in processes of its own."""
+        self._on_gpu = engine.vllm_config.device_config.device_type != "cpu"
+        self.asleep = False
+        self._weights: Literal["here", "in host memory", "dropped", "nowhere"] = "here"
+        """Dropped: there is no memory for them; nowhere: there is, without weights in it."""
+        self._installed = False
         self._settings = settings
         self._running: dict[str, _Request] = {}
         self._count = 0
-
-    @cached_property
-    def _names(self) -> CheckpointNames:
-        """Published weights have transformers' own names, vLLM loads those of checkpoints."""
-        return CheckpointNames.of(self._engine.model_config.model)
 
     def __bool__(self) -> bool:
         """Whether there is anything to sample."""
@@ -71,6 +73,8 @@ class EngineRequests:
             max_tokens: default: the recipe's `max_response_length`.
             stop: strings that end it, beside the recipe's.
         """
+        assert not self.asleep, "a sample was submitted to a sleeping engine"
+        assert self._weights == "here", "rollout.sleep 2 dropped the weights, and a sample was submitted before others were installed"
         request, name = _Request(done, self.version), str(self._count)
         self._count += 1
         params = self._params(temperature, seed, max_tokens, [*self._settings.stop, *stop])
@@ -97,12 +101,14 @@ class EngineRequests:
             request.done(replace(_sampled(request, completion.token_ids, completion.logprobs, reason), experts=experts))
 
     def install(self, publication: Publication) -> tuple[str, ...]:
-        """New weights for every token from here on. Returns the names of tensors that were damaged on the way."""
-        mismatched: list[str] = []
-        weights = self._names.convert(checked(read(publication), publication.checksums, mismatched))
-        self._engine.collective_rpc(expect_experts)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._engine.collective_rpc(repack_tied_head)
+        """New weights for every token from here on. Returns the names of tensors that were damaged on the way.
+
+        An engine that sleeps goes on sleeping; only its weights have memory from now on.
+        """
+        if self.asleep and self._weights != "here":
+            self._engine.wake_up(["weights"])
+        self._weights, self._installed = "here", True
+        mismatched = self._receive(publication) if publication.layout else self._load(publication)
         # Running requests are preempted and start again with a prefill of all their tokens so far.
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self.version = publication.version
@@ -111,7 +117,60 @@ class EngineRequests:
             detokenizer = states[request.engine_id].detokenizer
             assert detokenizer is not None
             request.installs.append((detokenizer.num_output_tokens(), publication.version))
-        return tuple(mismatched)
+        return mismatched
+
+    def open_stream(self, transport: Transport, address: str, port: int, size: int) -> None:
+        """Have vLLM's processes meet the trainer's rank that serves this engine, which listens there. `size`: they and it."""
+        self._engine.collective_rpc(engine_weights.open_stream, args=(transport, address, port, size))
+
+    def _receive(self, publication: Publication) -> tuple[str, ...]:
+        """Weights that the trainer sends meanwhile."""
+        of_ranks = self._engine.collective_rpc(engine_weights.receive, args=(publication.layout, publication.checksums))
+        return tuple(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
+
+    def _load(self, publication: Publication) -> tuple[str, ...]:
+        """Weights from the object store, a bucket at a time."""
+        import ray
+
+        call, came, mismatched = self._engine.collective_rpc, set[str](), dict[str, None]()
+        call(engine_weights.begin_reload)
+        for reference in publication.buckets:
+            bucket: Bucket = ray.get(reference)
+            came |= {place.name for place in bucket.places}
+            with nullcontext(bucket) if self._one_process else engine_weights.bucket_file(bucket) as part:
+                for of_rank in call(engine_weights.load_bucket, args=(part, publication.checksums)):
+                    mismatched |= dict.fromkeys(of_rank)
+        call(engine_weights.finish_reload)
+        return (*mismatched, *(name for name in publication.checksums or () if name not in came))
+
+    def sleep(self) -> None:
+        """Give memory back until `wake`; nothing may be running. On a GPU `rollout.sleep` says what goes: the KV cache and, to host
+        memory (1) or for good (2), the weights. On CPU the KV cache goes and the weights stay. 0: nothing goes."""
+        assert not self._running, "an engine that samples was put to sleep"
+        assert not self.asleep, "a sleeping engine was put to sleep"
+        self.asleep = True
+        if self._settings.sleep == 0:
+            return
+        if self._on_gpu:
+            # Those that it began with come again only from disk.
+            level = 2 if self._settings.sleep == 2 and self._installed else 1
+            self._engine.sleep(level)
+            self._weights = "dropped" if level == 2 else "in host memory"
+        else:
+            self._engine.reset_prefix_cache()
+            self._engine.collective_rpc(engine_weights.release_kv_cache)
+
+    def wake(self) -> None:
+        """The memory back. What comes next is sampled as if there had been no sleep."""
+        assert self.asleep, "an engine that is awake was woken"
+        self.asleep = False
+        if self._settings.sleep == 0:
+            return
+        if self._on_gpu:
+            self._engine.wake_up(["kv_cache"] if self._weights == "here" else None)
+            self._weights = "nowhere" if self._weights == "dropped" else "here"
+        else:
+            self._engine.collective_rpc(engine_weights.restore_kv_cache)
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()

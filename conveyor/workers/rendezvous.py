@@ -29,9 +29,14 @@ class _Door:
     """Finds, on the node of rank 0, an address and port."""
 
     def find(self) -> tuple[str, int]:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return free_door()
+
+
+def free_door() -> tuple[str, int]:
+    """(address, port) of this node, where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
 
 def rendezvous(placement: Placement, group: str) -> tuple[str, int]:

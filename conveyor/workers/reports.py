@@ -204,7 +204,7 @@ class OptimReport:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Weights of one version, in the object store."""
+    """Weights of one version: in the object store, or at the trainer until an engine asks for them."""
 
     version: int
     role: str
@@ -213,6 +213,8 @@ class Publication:
     checksums: Mapping[str, str] | None
     nbytes: int
     span: Span
+    layout: tuple[Any, ...] = ()
+    """Engines get them from the trainer (`weight_stream.py`), as these `weight_sync.Place`s; empty: from the object store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,10 @@ from conveyor.episodes.episode import Sampled
 from conveyor.episodes.episodes import Episodes
 from conveyor.episodes.process import EpisodeProcess, Message
 from conveyor.types import Prompt, Rollout, SampleId
+from conveyor.workers.engine_requests import EngineRequests
 from conveyor.workers.engines import prepare_process, start
 from conveyor.workers.reports import EvaluationAborted, InstallReport, Publication, SampleDone, Span, WorkerInfo
+from conveyor.workers.weight_stream import Transport
 
 
 class RolloutError(RuntimeError):
@@ -173,6 +175,26 @@ class RolloutWorker:
         log-prob come from the new weights alone; no cached prefix of the old weights survives.
         """
         return self._command(partial(self._install, publication)).result()
+
+    def open_stream(self, transport: Transport, address: str, port: int, size: int) -> None:
+        """Meet the trainer's rank that listens there and will send weights to this engine. Waits for it.
+
+        Args:
+            size: processes of the engine, and that rank.
+        """
+        self._command(partial(self._open_stream, transport, address, port, size)).result()
+
+    def sleep(self) -> Span:
+        """Give memory back between two steps, when no sample is in the engine; see `rollout.sleep`. Waits for it.
+
+        Until `wake` the engine takes new weights, which may come before it wakes, but no samples: that would be a second owner of the
+        device, and ends the engine with an error.
+        """
+        return self._command(self._sleep).result()
+
+    def wake(self) -> Span:
+        """The memory back. Prompts are computed anew; otherwise the engine samples as if it had not slept."""
+        return self._command(self._wake).result()
 
     def close(self) -> None:
         """Ends the stream and the engine thread; unfinished samples are dropped."""
@@ -322,6 +344,21 @@ class RolloutWorker:
             self._leaving.append((EvaluationAborted(sample.id, sample.version, Span(sample.start, time.time())), None))
         mismatched = self._engine.install(publication)
         return InstallReport(publication.version, publication.nbytes, Span(start, time.time()), mismatched)
+
+    def _open_stream(self, transport: Transport, address: str, port: int, size: int) -> None:
+        assert isinstance(self._engine, EngineRequests), "only vLLM's processes are sent weights"
+        self._engine.open_stream(transport, address, port, size)
+
+    def _sleep(self) -> Span:
+        assert not self._samples, "an engine that has samples was put to sleep"
+        start = time.time()
+        self._engine.sleep()
+        return Span(start, time.time())
+
+    def _wake(self) -> Span:
+        start = time.time()
+        self._engine.wake()
+        return Span(start, time.time())
 
 
 def sample_seed(seed: int, group: int, sample: int, turn: int = 0) -> int:

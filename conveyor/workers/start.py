@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from conveyor.config import OnlineRecipe, RunError
+from conveyor.config import OnlineRecipe, RunError, sections
 from conveyor.models.collectives import nccl_environment
 from conveyor.run_folder import RunFolder
 from conveyor.workers.clocks import Clocks, clock_offset
@@ -122,7 +122,8 @@ class _Starting:
     def engines(self, running: list[Any] | None) -> list[Any]:
         recipe, group = self._recipe, self._rollout_group
         limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-        settings = {"model": recipe.model, "rollout": recipe.rollout, "seed": recipe.seed, "max_model_len": limit}
+        rollout = engine_settings(recipe, self._placement.devices[group], sleeps=group in self._sleeping)
+        settings = {"model": recipe.model, "rollout": rollout, "seed": recipe.seed, "max_model_len": limit}
         engines = running or [self._start(RolloutWorker, group, i, **settings) for i in range(self._placement.slots(group))]
         return self._put_to_sleep("rollout", group, engines)
 
@@ -162,6 +163,18 @@ class _Starting:
             asyncio.run(_all_ready([(stage, f"{stage} {group} {i}", worker) for i, worker in enumerate(workers)], lambda name: None))
             asyncio.run(_all_asleep(workers))
         return workers
+
+
+def engine_settings(recipe: OnlineRecipe, devices: float, *, sleeps: bool) -> sections.Rollout:
+    """The section `rollout` as an engine gets it, with what its device group decides.
+
+    An engine that shares its GPU with other groups (`devices` below 1) has its share of that part of the memory. One that shares its
+    group with other roles has the share that is set, unscaled: it sleeps while they work, and where it is told not to, only the
+    recipe (or `conveyor plan --write`) knows what the others leave.
+    """
+    rollout = recipe.rollout
+    sleep = rollout.sleep if rollout.sleep is not None else int(sleeps)
+    return rollout.model_copy(update={"sleep": sleep, "gpu_memory_utilization": rollout.gpu_memory_utilization * min(1.0, devices)})
 
 
 def _score_roles(recipe: OnlineRecipe) -> dict[str, tuple[str, ...]]:

@@ -42,8 +42,10 @@ from conveyor.models.train_engine import TrainEngine
 from conveyor.models.zero import loading
 from conveyor.types import TrainBatch
 from conveyor.workers.mixing import Mixing
+from conveyor.workers.outgoing import Outgoing
 from conveyor.workers.prepared import Part, Prepared, Share, by_token
 from conveyor.workers.records import fetch, fetch_rollouts
+from conveyor.workers.rendezvous import free_door
 from conveyor.workers.reports import (
     Denominators,
     MicroBatchKey,
@@ -59,7 +61,7 @@ from conveyor.workers.reports import (
     WorkerInfo,
 )
 from conveyor.workers.sleeping import Sleeper
-from conveyor.workers.weight_sync import BucketWriter, publish
+from conveyor.workers.weight_stream import Transport
 
 
 class TrainWorker(Sleeper):
@@ -100,7 +102,7 @@ class TrainWorker(Sleeper):
         self._centre: float | None = None
         """`streaming_exact`: what this rank takes the advantages of an update relative to, the mean of its first micro-batch."""
         self._gradient_file: Path | None = None
-        self._bucket_writer = BucketWriter()
+        self._outgoing = Outgoing(rank, verify=recipe.pipeline.verify_sync)
         if cores is not None:
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
@@ -273,6 +275,7 @@ class TrainWorker(Sleeper):
         if self._gradient_file is not None and not self._warming:
             self._write_gradient(self._gradient_file, counts)
         self._in_update.clear()
+        self._outgoing.changed()
         steps: dict[str, StepReport] = {role: engine.step(counts[role]) for role, engine in engines.items()}
         return OptimReport(steps, Span(start, time.time()), metrics)
 
@@ -310,10 +313,23 @@ class TrainWorker(Sleeper):
             save_file(gradients, file)
         self._gradient_file = None
 
-    def publish(self, version: int, role: str) -> Publication | None:
-        """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them."""
-        verify = self._recipe.pipeline.verify_sync
-        return publish(self._engines[role].named_weights(), version, role, verify=verify, keep=self._rank == 0, writer=self._bucket_writer)
+    def publish(self, version: int, role: str, stored: bool = True) -> Publication | None:
+        """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them. Not `stored`: they stay here
+        until engines ask (`send_weights`), which is before the next `optim_step` or not at all."""
+        return self._outgoing.publish(self._engines[role].named_weights, version, role, stored=stored)
+
+    def stream_door(self) -> tuple[str, int]:
+        """(address, port) where an engine may meet this rank."""
+        return free_door()
+
+    def open_stream(self, transport: Transport, engine: int, address: str, port: int, size: int) -> None:
+        """Meet the `size` − 1 processes of an engine, which this rank sends weights to from now on. Waits for them."""
+        self._outgoing.open(transport, engine, address, port, size)
+
+    def send_weights(self, version: int, engines: Sequence[int]) -> None:
+        """The actor's weights to engines that install them meanwhile; every rank calls it."""
+        engine = self._engines["actor"]
+        self._outgoing.send(lambda: engine.named_weights(cpu=self._cores is not None), version, "actor", engines)
 
     def finish_step(self, step: int) -> list[SampleRow]:
         """Forget a step's micro-batches; returns the rows of this rank's samples, in prompt order."""

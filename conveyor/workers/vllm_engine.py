@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine needs it: its environment, its arguments, and repairs around new weights."""
+"""vLLM as a rollout engine needs it: its environment and its arguments."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def config_overrides(model: sections.Model) -> dict[str, Any]:
 def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len: int | None) -> tuple[LLMEngine, Any]:
     from transformers import AutoTokenizer
     from vllm import EngineArgs, LLMEngine
+    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
     unknown = sorted(set(rollout.engine_args) - {field.name for field in fields(EngineArgs)})
@@ -52,6 +53,7 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
         max_num_seqs=rollout.max_concurrent_requests,
         tensor_parallel_size=rollout.tensor_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enable_sleep_mode=bool(rollout.sleep) and not current_platform.is_cpu(),
         enforce_eager=current_platform.is_cpu() if rollout.enforce_eager is None else rollout.enforce_eager,
         enable_prefix_caching=rollout.enable_prefix_caching,
         # Log-probs of the distribution sampled from: after temperature, top_p, top_k.
@@ -63,6 +65,8 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
     )
     if rollout.routing_replay:
         arguments["enable_return_routed_experts"] = True
+    if not current_platform.is_cpu():
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")  # idle until `open_stream`
     if current_platform.is_cpu():
         # A request that is prefilled in parts sets its seeded generator back, which generators on CPU cannot do. All running
         # requests are prefilled anew after an install.
@@ -73,30 +77,3 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
         arguments["hf_overrides"] = overrides
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     return engine, AutoTokenizer.from_pretrained(tokenizer)
-
-
-def expect_experts(worker: Any) -> None:
-    """Before new weights: vLLM packs the experts of a CPU layer for its kernel when it sets the kernel up, and only then, so that a
-    reload would leave them in a form that the kernel reads as other numbers. A layer without kernel has it set up anew."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        for module in worker.get_model().modules():
-            method = getattr(module, "quant_method", None)
-            if isinstance(method, UnquantizedFusedMoEMethod):
-                method.moe_kernel = None
-
-
-def repack_tied_head(worker: Any) -> None:
-    """vLLM's CPU layers compute with a packed copy of their weight, made anew when the weight is
-    reloaded. Nothing is ever loaded into an output layer that shares the embedding's weight, so
-    without this it would keep computing with the first version's."""
-    from vllm.platforms import current_platform
-
-    model = worker.get_model()
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    if current_platform.is_cpu() and tied and embedding is not None and head not in (None, embedding):
-        head.weight = embedding.weight
-        head.quant_method.process_weights_after_loading(head)

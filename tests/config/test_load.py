@@ -307,6 +307,14 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "evaluate: held-out answers are judged by rewards, and the recipe has none",
     ),
     (
+        base("grpo", pipeline={"weight_transfer": "nccl"}, roles={"rollout": "train"}),
+        "pipeline.weight_transfer: engines on the actor's GPUs: one GPU cannot be two members of an NCCL group; use object_store",
+    ),
+    (
+        base("grpo", pipeline={"weight_transfer": "gloo"}, rollout={"engine": "transformers"}),
+        "pipeline.weight_transfer: gloo sends to vLLM's processes; of another engine use object_store",
+    ),
+    (
         base("grpo", evaluate={"path": "e", "in_bubbles": True}, roles={"rollout": "train"}),
         "evaluate.in_bubbles: rollout shares its devices with actor, so there are no bubbles",
     ),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import os
 import random
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from conveyor.pipeline.loop import groups_of_steps
 from conveyor.pipeline.recorder import Recorder
 from conveyor.pipeline.run_plan import RunPlan, run_plan
 from conveyor.pipeline.scheduler import Scheduler
+from conveyor.pipeline.streams import open_streams, transport_of
 from conveyor.rewards import load_function
 from conveyor.rewards.scorer import call_arguments
 from conveyor.run_folder import RunFolder
@@ -39,7 +41,8 @@ from conveyor.workers.rollout import sample_seed
 from conveyor.workers.score import ScoreWorker
 from conveyor.workers.start import Workers
 from conveyor.workers.train import TrainWorker
-from conveyor.workers.weight_sync import read
+from conveyor.workers.weight_stream import GROUPS, chunks, nbytes
+from conveyor.workers.weight_sync import checked, read
 from tests.models.ranks import one_rank
 from tests.pipeline.step_engine import StepEngine
 
@@ -73,7 +76,8 @@ class Call:
     async def _answer(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         async with self._turn:
             await self._delays.wait()
-            return function(*arguments)
+            answer = function(*arguments)
+            return await answer if inspect.isawaitable(answer) else answer
 
 
 class Actor:
@@ -97,6 +101,22 @@ class Actor:
         return Call(logged, self._delays, self._turns.get(name, self._turns[""]))
 
 
+class MemoryGroup:
+    """Stands for NCCL: what rank 0 broadcasts, the engine that met it at the same port finds."""
+
+    wires: ClassVar[dict[int, deque[torch.Tensor]]] = defaultdict(deque)
+
+    def __init__(self, address: str, port: int, rank: int, size: int) -> None:
+        assert size == 2
+        self.chunks = self.wires[port]
+
+    def broadcast(self, chunk: torch.Tensor) -> None:
+        self.chunks.append(chunk.clone())
+
+    def wait(self) -> None:
+        pass
+
+
 class TorchEngine:
     """The part of RolloutWorker that the executor uses. Samples finish in an order drawn from the seed."""
 
@@ -115,11 +135,31 @@ class TorchEngine:
         self._running += [(prompt, sample, self._version) for sample in range(n + greedy)]
         self._greedy = n if greedy else -1
 
-    def install(self, publication: Publication) -> InstallReport:
-        now = time.time()
-        WholeModel(self._model, torch.device("cpu")).overwrite(read(publication, get=lambda bucket: bucket))
+    def open_stream(self, transport: str, address: str, port: int, size: int) -> None:
+        self._wire = MemoryGroup(address, port, 1, size)
+
+    def install(self, publication: Publication) -> Any:
+        return self._receive(publication) if publication.layout else self._load(publication, read(publication, get=lambda bucket: bucket))
+
+    async def _receive(self, publication: Publication) -> InstallReport:
+        """Chunks come while others work."""
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for places in chunks(publication.layout):
+            while not self._wire.chunks:
+                await asyncio.sleep(0)
+            flat, used = self._wire.chunks.popleft(), 0
+            for place in places:
+                part = flat[used : used + nbytes(place)].clone()
+                tensors.append((place.name, part.view(place.dtype).view(place.shape)))
+                used += nbytes(place)
+            assert used == len(flat)
+        return self._load(publication, tensors)
+
+    def _load(self, publication: Publication, weights: Iterable[tuple[str, torch.Tensor]]) -> InstallReport:
+        now, mismatched = time.time(), list[str]()
+        WholeModel(self._model, torch.device("cpu")).overwrite(checked(weights, publication.checksums, mismatched))
         self._version = publication.version
-        return InstallReport(publication.version, publication.nbytes, Span(now, time.time()))
+        return InstallReport(publication.version, publication.nbytes, Span(now, time.time()), tuple(mismatched))
 
     def sleep(self) -> None:
         assert not self._running, "samples are being made"
@@ -227,8 +267,10 @@ def run_in_process(recipe: OnlineRecipe, prompts: list[Prompt], *, seed: int = 0
     for trainer in trainers:
         trainer.record_gradient(folder.path / "gradient")
     recorder = Recorder(recipe, plan, folder, lambda row: None)
-    with patch("ray.put", copy.deepcopy), patch("ray.get", lambda bucket: bucket):
-        asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder).run())
+    with patch("ray.put", copy.deepcopy), patch("ray.get", lambda bucket: bucket), patch.dict(GROUPS, gloo=MemoryGroup):
+        transport = transport_of(recipe, "CPU")
+        streams = open_streams(recipe, transport, workers.trainers[0], workers.engines) if transport else None
+        asyncio.run(Executor(Scheduler(plan), workers, order, recorder, folder, streams=streams).run())
     recorder.close()
     for trainer in trainers:
         trainer.save_model(folder.model, folder.critic)

@@ -8,7 +8,7 @@ import pytest
 
 from conveyor.config import RunError, parse_recipe
 from conveyor.pipeline.recorder import LOST_STEPS, Recorder
-from conveyor.pipeline.step_metrics import drop_metrics, optim_metrics, sample_metrics
+from conveyor.pipeline.step_metrics import drop_metrics, optim_metrics, sample_metrics, sync_metrics
 from conveyor.types import SampleId
 from conveyor.workers.reports import Judged, OptimReport, SampleReport, Span, StepReport
 
@@ -69,3 +69,9 @@ def test_nothing_to_learn_is_not_an_error() -> None:
     for step in range(2 * LOST_STEPS):
         Recorder._look_at_gradients(recorder, step, [OptimReport({"actor": StepReport(0.0, 1e-3, skipped=True)}, SPAN)])
     assert recorder._lost_steps == 0
+
+
+def test_what_a_sync_moved_and_how_long_the_slowest_took() -> None:
+    row = sync_metrics([(100, 0.5), (20, 0.25)], [0.1, 0.4, 0.2])
+    assert row == {"sync/bytes": 120, "sync/publish_seconds": 0.75, "sync/install_seconds": 0.4}
+    assert sync_metrics([], []) == {"sync/bytes": 0, "sync/publish_seconds": 0, "sync/install_seconds": 0.0}

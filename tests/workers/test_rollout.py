@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conveyor.config import sections
 from conveyor.types import Prompt, Rollout, SampleId
 from conveyor.workers.reports import EvaluationAborted, Publication, SampleDone
 from conveyor.workers.rollout import sample_seed
 from conveyor.workers.weight_sync import Bucket, publish
 from tests.conftest import ENGINE_ROLLOUT
+from tests.models.ranks import one_rank
 
 EOS = 2
 TIMEOUT = 120
@@ -205,6 +207,30 @@ def test_one_changed_weight_and_a_corrupted_bucket(engine: Any, model: torch.nn.
     data[place.offset] ^= 1
     corrupted = replace(publication, buckets=(ray.put(Bucket(bucket.places, data)), *publication.buckets[1:]))
     assert call(engine.install.remote(corrupted)).mismatched == (name,)
+
+
+@pytest.mark.slow
+def test_every_zero_stage_publishes_what_it_trains(engine: Any, tiny_policy: Path, restored: None) -> None:
+    """Case 15: after an optimizer step of each stage the engine's log-probs are the trainer's."""
+    from conveyor.models.train_engine import TrainEngine
+
+    one_rank()
+    for stage in (0, 1, 2, 3):
+        module = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
+        train = sections.Train(zero_stage=stage)  # type: ignore[arg-type]
+        trained = TrainEngine(module, train, learning_rate=3e-2, total_updates=1, dtype="float32", accelerator="cpu")
+        ids = torch.tensor([prompt(stage, 20).token_ids])
+        trained.backward(trained.forward(lambda model, ids: -model(ids).logits.log_softmax(-1)[..., 7].sum(), ids), last=True)
+        assert not trained.step(20).skipped
+        publication = publish(trained.named_weights(), stage, "actor", verify=True)
+        assert publication is not None
+        assert call(engine.install.remote(publication)).mismatched == ()
+        fresh = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32).eval()
+        before = [weight.clone() for weight in fresh.parameters()]
+        fresh.load_state_dict({name: weight.clone() for name, weight in trained.named_weights()})
+        assert all(not torch.equal(old, new) for old, new in zip(before, fresh.parameters(), strict=True))
+        for rollout in call(engine.generate.remote([prompt(stage)], 2)):
+            torch.testing.assert_close(rollout.logprobs, transformers_logprobs(fresh, rollout), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
