@@ -19,6 +19,8 @@ def broken_engine_rules(rollout: sections.Rollout) -> Iterator[tuple[str, str]]:
         yield "rollout.tensor_parallel_size", "an engine of transformers is on one device; use 1, or engine: vllm"
     if rollout.enforce_eager is False:
         yield "rollout.enforce_eager", "transformers captures no graphs; leave it out, or use engine: vllm"
+    if rollout.routing_replay:
+        yield "rollout.routing_replay", "an engine of transformers does not tell which experts its tokens go to; use engine: vllm"
     default: dict[str, Any] = {name: sections.Rollout.model_fields[name].default for name in ("gpu_memory_utilization", "cpu_kv_cache_gib")}
     for name, value in default.items():
         if getattr(rollout, name) != value:

@@ -197,6 +197,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         base("grpo", rollout={"engine": "transformers", "gpu_memory_utilization": 0.5}),
         "rollout.gpu_memory_utilization: is vLLM's; the cache of transformers grows",
     ),
+    (
+        base("grpo", rollout={"engine": "transformers", "routing_replay": True}),
+        "rollout.routing_replay: an engine of transformers does not tell which experts",
+    ),
     (base("grpo", rollout={"engine": "transformers", "cpu_kv_cache_gib": 2}), "rollout.cpu_kv_cache_gib: is vLLM's"),
     (
         base("grpo", rollout={"engine": "transformers", "engine_args": {"max_num_seqs": 2}}),
