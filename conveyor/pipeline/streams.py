@@ -80,17 +80,21 @@ def transport_of(recipe: OnlineRecipe, devices: Literal["GPU", "CPU"]) -> Transp
     """How engines get weights from the trainer itself; None: through the object store.
 
     Raises:
-        UserError: NCCL is asked for where there are no GPUs.
+        UserError: NCCL is asked for where there are no GPUs, or the trainer may be asleep when it is to send.
     """
-    given = recipe.pipeline.weight_transfer
+    given, sleeps = recipe.pipeline.weight_transfer, recipe.role_group("actor") in recipe.sleeping_groups(gpus=devices == "GPU")
+    if sleeps and given in ("nccl", "gloo"):
+        raise UserError(
+            f"pipeline.weight_transfer: {given}: the trainer shares its devices and may be asleep when an engine asks it for weights; use "
+            "object_store, or pipeline.sleep: false"
+        )
     if given == "nccl" and devices == "CPU":
         raise UserError(
             "pipeline.weight_transfer: nccl moves weights between GPUs, and the devices are CPU cores; use gloo or object_store"
         )
     if given is None:
-        group, awake = recipe.role_group("actor"), recipe.role_group("actor") not in recipe.sleeping_groups(gpus=devices == "GPU")
-        apart = awake and group != recipe.role_group("rollout")
-        return "nccl" if devices == "GPU" and apart and recipe.rollout.engine == "vllm" else None
+        apart = recipe.role_group("actor") != recipe.role_group("rollout") and recipe.rollout.engine == "vllm"
+        return "nccl" if devices == "GPU" and apart and not sleeps else None
     return None if given == "object_store" else given
 
 

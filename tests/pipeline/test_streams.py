@@ -124,5 +124,10 @@ def test_which_way_weights_go(models: dict[str, str], tmp_path: Path) -> None:  
     assert way("CPU", {}) is None
     assert way("CPU", {}, weight_transfer="gloo") == "gloo"
     assert way("GPU", {}, weight_transfer="object_store") is None
+    # The trainer leaves its devices to the reference, and may do so before every engine has asked for the weights.
+    assert way("GPU", {"reference": "train"}) is None
+    assert way("GPU", {"reference": "train"}, sleep=False) == "nccl"
+    with pytest.raises(UserError, match=r"gloo: the trainer shares its devices and may be asleep"):
+        way("CPU", {"reference": "train"}, weight_transfer="gloo", sleep=True)
     with pytest.raises(UserError, match="nccl moves weights between GPUs"):
         way("CPU", {}, weight_transfer="nccl")
