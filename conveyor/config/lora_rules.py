@@ -31,6 +31,8 @@ def broken_lora_rules(recipe: Common) -> Iterator[tuple[str, str]]:
         yield "lora.sync", "the engine of transformers takes whole weights; use merged"
     if lora.travels and lora.use_dora:
         yield "lora.sync", "vLLM serves no DoRA adapters; use merged"
+    if recipe.adapter_travels and recipe.pipeline.weight_transfer not in (None, "object_store"):
+        yield "pipeline.weight_transfer", "an adapter is small, and goes through the object store; leave it out, or use lora.sync merged"
     if recipe.adapter_travels and recipe.rollout.sleep == 2:
         yield "rollout.sleep", "2 drops the base for good, and only the adapter travels; use 1, or lora.sync merged"
     if recipe.adapter_travels and recipe.algorithm.reference_refresh and recipe.reference is not None:

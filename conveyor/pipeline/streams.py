@@ -77,7 +77,7 @@ class WeightStreams:
 
 
 def transport_of(recipe: OnlineRecipe, devices: Literal["GPU", "CPU"]) -> Transport | None:
-    """How engines get weights from the trainer itself; None: through the object store.
+    """How engines get weights from the trainer itself; None: through the object store, as adapters do.
 
     Raises:
         UserError: NCCL is asked for where there are no GPUs.
@@ -88,7 +88,7 @@ def transport_of(recipe: OnlineRecipe, devices: Literal["GPU", "CPU"]) -> Transp
             "pipeline.weight_transfer: nccl moves weights between GPUs, and the devices are CPU cores; use gloo or object_store"
         )
     if given is None:
-        apart = recipe.role_group("actor") != recipe.role_group("rollout") and recipe.rollout.engine == "vllm"
+        apart = recipe.role_group("actor") != recipe.role_group("rollout") and recipe.rollout.engine == "vllm" and not recipe.adapter_travels
         return "nccl" if devices == "GPU" and apart else None
     return None if given == "object_store" else given
 

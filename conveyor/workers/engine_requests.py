@@ -19,7 +19,7 @@ from conveyor.workers import engine_weights
 from conveyor.workers.engine_adapter import EngineAdapter
 from conveyor.workers.reports import Publication
 from conveyor.workers.weight_stream import Transport
-from conveyor.workers.weight_sync import Bucket
+from conveyor.workers.weight_sync import Bucket, checked, read
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams

@@ -334,8 +334,7 @@ class TrainWorker(Sleeper):
     def publish(self, version: int, role: str, stored: bool = True) -> Publication | None:
         """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them. Of a model with an adapter that is
         the adapter, and a critic's head, or everything merged (`lora.sync`). Not `stored`: they stay here until engines ask
-        (`send_weights`), which is before the next `optim_step` or not at all; but an adapter is small, and always stored."""
-        stored = stored or self._recipe.adapter_travels
+        (`send_weights`), which is before the next `optim_step` or not at all."""
         return self._outgoing.publish(lambda: self._travelling(role), version, role, stored=stored)
 
     def _travelling(self, role: str, cpu: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -329,6 +329,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         base("grpo", lora={"sync": "adapter"}, rollout={"engine": "transformers"}),
         "lora.sync: the engine of transformers takes whole weights",
     ),
+    (base("grpo", lora={}, pipeline={"weight_transfer": "gloo"}), "pipeline.weight_transfer: an adapter is small"),
     (base("grpo", lora={}, rollout={"sleep": 2}), "rollout.sleep: 2 drops the base for good"),
     (base("grpo", lora={"rank": 513}), "lora.rank: vLLM serves adapters up to rank 512"),
     (base("ppo", lora={"quantization": "nf4"}, train={"zero_stage": 3}), "lora.quantization: a 4-bit weight is told from its bytes"),
