@@ -21,6 +21,7 @@ from conveyor.data.mixture import Mixture
 from conveyor.data.prompts import PromptOrder, load_prompts
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
 from conveyor.episodes.functions import load_rollout_function
+from conveyor.models.adapters import check_lora
 from conveyor.models.liger import check_liger
 from conveyor.models.rope import longest_positions
 from conveyor.models.routing import check_routers
@@ -122,6 +123,7 @@ def _check_settings(recipe: OnlineRecipe) -> Functions:
     _check_heads(recipe)
     _check_lengths(recipe)
     _check_experts(recipe)
+    _check_lora(recipe)
     check_devices(planned_devices(recipe), available(recipe.ray), devices_per_worker(recipe), recipe.ray.placement)
     _check_rows_over_ranks(recipe)
     return functions
@@ -254,6 +256,11 @@ def check_offload(recipe: Common) -> None:
     """What is to be offloaded can be, if it is this machine that trains; machines of a cluster tell when they load their models."""
     if not (recipe.ray.address or os.environ.get("RAY_ADDRESS")):
         check_nvme(recipe.train)
+
+
+def _check_lora(recipe: OnlineRecipe) -> None:
+    if recipe.lora is not None:
+        check_lora(read_model_config("model.path", recipe.model.path), recipe.lora)
 
 
 def planned_devices(recipe: OnlineRecipe) -> dict[str, float]:

@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 MORE = {
     "evaluate": ("conveyor.pipeline.evaluate", "sample held-out prompts from a model and judge the answers: rewards, pass@k"),
     "generate": ("conveyor.pipeline.generate", "sample a dataset's prompts: a file of completions, with log-probs and rewards if wanted"),
+    "merge-adapter": ("conveyor.models.merge_adapter", "merge an adapter that was trained (LoRA, QLoRA, DoRA) into its base"),
     "parity": ("conveyor.pipeline.parity", "run a recipe with overlap off and on and print the largest differences"),
     "plan": ("conveyor.plan.command", "predict step times and search a placement, from a run's events or from hardware"),
     "report": ("conveyor.report.command", "where a run's time went, and its timeline as a picture"),

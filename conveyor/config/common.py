@@ -16,6 +16,11 @@ class Common(sections.Section):
     model: sections.Model
     data: sections.Data
     train: sections.Train = sections.Train()
+    lora: sections.Lora | None = Field(
+        None,
+        description="train low-rank adapters of the linear layers, of the critic too; model/ has them merged, adapter/ alone "
+        "(loops: anew in each round, and merged at its end)",
+    )
     checkpoint: sections.Checkpoint = sections.Checkpoint()
     ray: sections.Ray = sections.Ray()
     devices: dict[str, Annotated[sections.Number, Field(ge=0.01)]] | None = Field(

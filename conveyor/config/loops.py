@@ -8,7 +8,7 @@ from pydantic import Field
 
 from conveyor.config import sections
 from conveyor.config.common import Common
-from conveyor.config.offline import Dpo, Lora
+from conveyor.config.offline import Dpo
 from conveyor.config.sections import Flag, PositiveFloat, PositiveInt, Section
 
 
@@ -59,7 +59,6 @@ class LoopRecipe(Common):
     """Methods that sample, select and fit in rounds."""
 
     method: str
-    lora: Lora | None = Field(None, description="train low-rank adapters of the linear layers, anew in each round, and merged at its end")
     rewards: tuple[sections.Reward, ...] = Field((), description="summed with their weights")
     roles: dict[str, str] = Field({}, description="role → device group; roles: rollout, names of reward models, score")
     rollout: sections.Rollout = sections.Rollout()

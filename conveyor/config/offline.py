@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from conveyor.config.common import Common
-from conveyor.config.sections import Flag, Model, Number, PositiveFloat, PositiveInt, Section, Whole
+from conveyor.config.sections import Flag, Model, Number, PositiveFloat, Section, Whole
 
 PairLoss = Literal[
     "sigmoid", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
@@ -16,12 +16,6 @@ PairLoss = Literal[
 REFERENCE_FREE = ("simpo", "orpo", "cpo", "slic")
 """Losses of pairs that ask no reference."""
 Half = Annotated[Number, Field(ge=0, lt=0.5)]
-
-
-class Lora(Section):
-    rank: PositiveInt = Field(16, description="r of the two low-rank factors")
-    alpha: PositiveFloat = Field(32.0, description="the adapter's product is scaled by alpha / rank")
-    target_modules: tuple[str, ...] = Field((), description="names of linear layers; default: all but the output layer")
 
 
 class RewardModelling(Section):
@@ -123,7 +117,6 @@ class OfflineRecipe(Common):
     """Methods that learn from a fixed dataset."""
 
     method: str
-    lora: Lora | None = Field(None, description="train low-rank adapters of the linear layers; model/ has them merged, adapter/ alone")
 
 
 class SftRecipe(OfflineRecipe):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from conveyor.config.engine_rules import broken_engine_rules
 from conveyor.config.loops import IterativeDpoRecipe, LoopRecipe, RejectionSamplingRecipe, RsoRecipe
+from conveyor.config.lora_rules import broken_lora_rules
 from conveyor.config.offline import Condition, ConditionalSftRecipe, Dpo, DpoRecipe, KtoRecipe, OfflineRecipe, RewardModelRecipe
 from conveyor.config.reward_rules import broken_reward_rules
 from conveyor.config.train_rules import broken_score_rules, broken_train_rules
@@ -37,6 +38,7 @@ def _train(recipe: OfflineRecipe | LoopRecipe) -> Broken:
     train = recipe.train
     longest = recipe.longest_sample if isinstance(recipe, LoopRecipe) else recipe.data.max_length
     pairs = isinstance(recipe, DpoRecipe | RewardModelRecipe | RsoRecipe | IterativeDpoRecipe)
+    yield from broken_lora_rules(recipe)
     yield from broken_train_rules(recipe, longest, 2 if pairs else 1)
     for key in ("critic_learning_rate", "critic_warmup_steps"):
         if getattr(train, key):

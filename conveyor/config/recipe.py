@@ -131,9 +131,29 @@ class OnlineRecipe(Common):
             return ()
         return ("policy_snapshot", "critic_snapshot") if self.uses_critic else ("policy_snapshot",)
 
-    def score_workers(self, slots: int) -> int:
+    @property
+    def reference_is_model(self) -> bool:
+        """The reference is the model as it is before training, not one of its own."""
+        return self.reference is None or self.reference == self.model
+
+    @property
+    def adapter_travels(self) -> bool:
+        """Engines and policy snapshots get the adapter, and keep a base of their own; else all weights, merged."""
+        return self.lora is not None and self.lora.travels and self.rollout.engine == "vllm"
+
+    @property
+    def trainer_answers(self) -> bool:
+        """The reference is on the actor's devices, alone of the score stage, and the actor without its adapter: the trainer computes it."""
+        group = self.role_group("actor")
+        there = [role for role in (*self.score_roles, *self.snapshot_roles) if self.role_group(role) == group]
+        same = self.lora is not None and self.reference_is_model and self.algorithm.reference_refresh is None
+        alone = there == ["reference"] and group != self.role_group("rollout")
+        return same and alone and self.train.sequence_parallel_size == 1 and not self.rollout.routing_replay
+
+    def score_workers(self, group: str, slots: int) -> int:
         """Workers of a score group of so many devices, as the scheduler counts them."""
-        return 1 if self.score.zero_stage == 3 else slots
+        together = self.score.zero_stage == 3 or (self.trainer_answers and group == self.role_group("actor"))
+        return 1 if together else slots
 
     @property
     def beside_rollout(self) -> tuple[str, ...]:
@@ -144,7 +164,7 @@ class OnlineRecipe(Common):
     @property
     def stages_of_groups(self) -> dict[str, tuple[str, ...]]:
         """Device group → the stages that have workers on it: rollout, score, train. Of those of one group, one runs at a time."""
-        stages = {"rollout": "rollout", "actor": "train", "critic": "train"}
+        stages = {"rollout": "rollout", "actor": "train", "critic": "train"} | ({"reference": "train"} if self.trainer_answers else {})
         of: dict[str, dict[str, None]] = {}
         for role in self.placed_roles:
             of.setdefault(self.role_group(role), {})[stages.get(role, "score")] = None

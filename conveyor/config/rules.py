@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from conveyor.config import sections
 from conveyor.config.engine_rules import broken_engine_rules
+from conveyor.config.lora_rules import broken_lora_rules
 from conveyor.config.recipe import GROUP_ESTIMATORS, RETURN_ESTIMATORS, OnlineRecipe
 from conveyor.config.reward_rules import broken_reward_rules
 from conveyor.config.train_rules import broken_score_rules, broken_train_rules
@@ -44,6 +45,7 @@ def _method(recipe: OnlineRecipe) -> Broken:
     elif recipe.train.steps is not None and recipe.train.critic_warmup_steps >= recipe.train.steps:
         yield "train.critic_warmup_steps", f"the actor would not be trained in any of the {recipe.train.steps} steps"
     together = recipe.rollout.n_samples_per_prompt if algorithm.policy_loss == "dpo" else 1
+    yield from broken_lora_rules(recipe)
     yield from broken_train_rules(recipe, recipe.data.max_prompt_length + recipe.rollout.max_response_length, together)
     if recipe.train.micro_batch_size != sections.Train().micro_batch_size:
         yield "train.micro_batch_size", f"is of offline methods; of {recipe.method} it is pipeline.micro_batch_size"

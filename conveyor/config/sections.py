@@ -257,6 +257,33 @@ class Score(Section):
     nvme_path: str | None = Field(None, description="folder on a local drive for what is offloaded to nvme")
 
 
+class Lora(Section):
+    rank: PositiveInt = Field(16, description="r of the two low-rank factors")
+    alpha: PositiveFloat = Field(32.0, description="the adapter's product is scaled by alpha / rank")
+    target_modules: tuple[str, ...] = Field((), description="names of linear layers; default: all but the output layer")
+    use_rslora: Flag = Field(False, description="scale by alpha / √rank instead (rank-stabilised LoRA)")
+    use_dora: Flag = Field(False, description="learn the length of each output's weights apart from their direction (DoRA)")
+    quantization: Literal["nf4"] | None = Field(
+        None,
+        description="nf4: the frozen weights of linear layers are kept in 4 bits (QLoRA, bitsandbytes); the policy is what they stand for",
+    )
+    sync: Literal["adapter", "merged"] | None = Field(
+        None,
+        description="what travels to the engines: the adapter alone, or all weights with it merged; default: adapter, of DoRA merged, as "
+        "vLLM serves no DoRA",
+    )
+
+    @property
+    def scaling(self) -> float:
+        """Of the product of the two factors."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    @property
+    def travels(self) -> bool:
+        """Engines and policy snapshots get the adapter, and keep a base of their own; else all weights, merged."""
+        return (self.sync or ("merged" if self.use_dora else "adapter")) == "adapter"
+
+
 class Pipeline(Section):
     overlap: Flag = Field(True, description="off: strictly one stage at a time")
     max_staleness: Whole = Field(0, ge=0, description="0: on-policy; k: sampling may run k steps ahead")

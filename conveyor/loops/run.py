@@ -23,7 +23,7 @@ from conveyor.loops.ahead import run_ahead
 from conveyor.loops.engines import LoopEngines, as_sampling, engines_stay
 from conveyor.loops.fitting import offline_recipe
 from conveyor.loops.rounds import Loop
-from conveyor.models.adapters import check_targets
+from conveyor.models.adapters import check_lora
 from conveyor.models.routing import check_routers
 from conveyor.offline.run import check_devices
 from conveyor.report.progress import MetricsLog, RunProgress, read_metrics
@@ -49,7 +49,7 @@ def check_loop(recipe: LoopRecipe) -> tuple[PromptOrder, list[Prompt]]:
     inner = offline_recipe(recipe, Path(recipe.data.path), recipe.model.path, recipe.model.path, Path(recipe.output_dir) / "rounds")
     check_devices(inner)
     if inner.lora is not None:
-        check_targets(read_model_config("model.path", recipe.model.path), inner.lora)
+        check_lora(read_model_config("model.path", recipe.model.path), inner.lora)
     check_routers(read_model_config("model.path", recipe.model.path), inner.train)
     if recipe.devices is not None and engines_stay(recipe):
         check_asked(recipe.devices, available(recipe.ray), placement=recipe.ray.placement)

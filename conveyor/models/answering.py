@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conveyor.models.adapters import adapters_off, carried
+
 R = TypeVar("R")
 
 
@@ -22,7 +24,7 @@ class Answering(Protocol):
         ...
 
     def overwrite(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Put named full tensors in the place of the model's. Tied weights may come under any of their names.
+        """Put named full tensors in the place of the model's; of one with adapters, in theirs. Tied weights may come under any name.
 
         Raises:
             RuntimeError: a weight of the model never came, or one came that it does not have.
@@ -30,8 +32,31 @@ class Answering(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor on CPU), tied weights once; valid until the next one is asked for."""
+        """(name, full tensor on CPU) of what `overwrite` takes, tied weights once; valid until the next one is asked for."""
         ...
+
+
+class WithoutAdapter:
+    """A model that is being trained, as it was before: its adapter is off while it answers. It never changes, so nothing is installed.
+
+    Args:
+        engine: has `model`, and `forward` as `TrainEngine`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.model: PreTrainedModel = engine.model
+        self._engine = engine
+
+    def forward(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        with torch.no_grad(), adapters_off(self.model):
+            found: R = self._engine.forward(function, *args, **kwargs)
+        return found
+
+    def overwrite(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise AssertionError("the base never changes")
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
 
 
 class WholeModel:
@@ -46,7 +71,7 @@ class WholeModel:
             return function(self.model, *args, **kwargs)
 
     def overwrite(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = carried(self.model)
         missing = {id(parameter): name for name, parameter in own.items()}
         with torch.no_grad():
             for name, tensor in weights:
@@ -58,5 +83,7 @@ class WholeModel:
             raise RuntimeError(f"weights never came: {', '.join(sorted(missing.values()))}")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        names = carried(self.model)
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach().cpu()
+            if name in names:
+                yield name, parameter.detach().cpu()

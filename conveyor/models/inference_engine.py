@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from conveyor.models.adapters import carried
 from conveyor.models.callee import Callee
 from conveyor.models.routing import expert_blocks
 from conveyor.models.zero import BYTES_AT_A_TIME, full_size, gather_whole, offloading, quiet, start_deepspeed, whole
@@ -82,7 +83,7 @@ class InferenceEngine:
         Raises:
             RuntimeError: a weight of the model never came, or one came that it does not have.
         """
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = carried(self.model)
         missing = {id(parameter): name for name, parameter in own.items()}
         bucket: list[tuple[nn.Parameter, Tensor]] = []
         size = 0
@@ -109,7 +110,8 @@ class InferenceEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor on CPU), tied weights once; valid until the next one is asked for. Every rank iterates to the end."""
-        named = list(self.model.named_parameters())
+        names = carried(self.model)
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if name in names]
         numbers = itertools.accumulate(full_size(parameter) * parameter.element_size() for _, parameter in named)
         for _, group in itertools.groupby(zip(named, numbers, strict=True), key=lambda entry: entry[1] // self._bucket_bytes):
             bucket = [one for one, _ in group]

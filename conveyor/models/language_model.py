@@ -17,6 +17,7 @@ from conveyor.errors import UserError
 from conveyor.models.attention import PACKED, attention_arguments, can_pack, packs
 from conveyor.models.float32_head import float32_logits
 from conveyor.models.liger import apply_liger
+from conveyor.models.quantized import quantizing
 from conveyor.models.rope import rope_parameters
 from conveyor.models.routing import routing_of
 from conveyor.models.sequence_parallel import parallel_of
@@ -83,13 +84,16 @@ class TokenHead(nn.Linear):
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def load_language_model(model: sections.Model) -> PreTrainedModel:
+def load_language_model(model: sections.Model, lora: sections.Lora | None = None) -> PreTrainedModel:
     """A causal language model, on CPU, in float32 or bfloat16, without dropout.
+
+    Args:
+        lora: the model is to be the base of such an adapter, in 4 bits where that says so.
 
     Raises:
         UserError: the folder or hub id holds no causal language model.
     """
-    loaded, info = load_pretrained(AutoModelForCausalLM, model)
+    loaded, info = load_pretrained(AutoModelForCausalLM, model, lora)
     if info["missing_keys"]:
         raise UserError(f"model.path: {model.path}: not a causal language model: it has no {sorted(info['missing_keys'])[0]}")
     head = loaded.get_output_embeddings()
@@ -99,7 +103,9 @@ def load_language_model(model: sections.Model) -> PreTrainedModel:
     return loaded
 
 
-def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def load_pretrained(
+    auto_class: Any, model: sections.Model, lora: sections.Lora | None = None, **settings: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`auto_class.from_pretrained` with a recipe's settings → (model, transformers' loading info).
 
     Dropout and routers' noise are off: log-probs of the same weights are to be the same wherever they are computed.
@@ -110,6 +116,8 @@ def load_pretrained(auto_class: Any, model: sections.Model, **settings: Any) -> 
         settings["rope_parameters"] = rope
     logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
+    if lora is not None and lora.quantization is not None:
+        settings |= quantizing(getattr(torch, model.dtype))
     logging.set_verbosity_error()
     try:
         loaded, info = auto_class.from_pretrained(

@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     from conveyor.config import OnlineRecipe, sections
 
 
-def load_scalar_model(model: sections.Model, new_head: bool = False) -> PreTrainedModel:
+def load_scalar_model(model: sections.Model, new_head: bool = False, lora: sections.Lora | None = None) -> PreTrainedModel:
     """A sequence classifier with one label, on CPU, without dropout.
 
     Args:
         new_head: start from any model with a fresh head of zeros: every score is 0 at first, which for a critic
             is a better guess than noise.
+        lora: see `load_language_model`.
 
     Raises:
         UserError: without `new_head`, the checkpoint has no head, or one with several labels.
     """
     labels = {"num_labels": 1} if new_head else {}
-    loaded, info = load_pretrained(AutoModelForSequenceClassification, model, **labels, ignore_mismatched_sizes=new_head)
+    loaded, info = load_pretrained(AutoModelForSequenceClassification, model, lora, **labels, ignore_mismatched_sizes=new_head)
     missing = sorted(info["missing_keys"])
     if new_head:
         head = score_head(loaded)
@@ -48,7 +49,7 @@ def load_scalar_model(model: sections.Model, new_head: bool = False) -> PreTrain
 
 def load_critic(recipe: OnlineRecipe) -> PreTrainedModel:
     """The critic a run starts with: the recipe's, or its model with a head of zeros."""
-    return load_scalar_model(recipe.critic or recipe.model, new_head=recipe.critic is None)
+    return load_scalar_model(recipe.critic or recipe.model, new_head=recipe.critic is None, lora=recipe.lora)
 
 
 def score_head(model: PreTrainedModel) -> nn.Linear:

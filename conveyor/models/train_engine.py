@@ -23,9 +23,11 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from conveyor.config import sections
+from conveyor.models.adapter_files import write_adapter
 from conveyor.models.adapters import is_adapted, merged
 from conveyor.models.apart import ApartGradients, linear
 from conveyor.models.callee import Callee
+from conveyor.models.quantized import values
 from conveyor.models.routing import expert_blocks
 from conveyor.models.zero import full_size, gather_whole, offloading, quiet, start_deepspeed, whole
 from conveyor.run_folder import complete_or_absent
@@ -72,6 +74,7 @@ class TrainEngine:
         self._ranks = dist.get_world_size()
         self._apart: ApartGradients | None = None
         self._stage = train.stage(dtype)
+        self._adapted = is_adapted(name for name, _ in module.named_parameters())
         self._bfloat16_unpartitioned = dtype == "bfloat16" and self._stage == 1 and train.offload_optimizer == "none"
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
@@ -180,29 +183,34 @@ class TrainEngine:
             if when:
                 del self._optimizer.step
 
-    def named_weights(self, *, cpu: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """(name in the Hugging Face model, full tensor on CPU), tied weights once. Every rank iterates to the end. `cpu` False: the
-        tensors are where the model is.
+    def named_weights(self, trained: bool = False, *, cpu: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(name in the Hugging Face model, full tensor on CPU), tied weights once, 4-bit ones dequantised. Every rank iterates to the end.
+        `cpu` False: the tensors are where the model is.
 
         A tensor is valid until the next one is asked for.
+
+        Args:
+            trained: only weights that are trained: of a model with adapters those, and a scalar head.
         """
-        named = list(self.model.named_parameters())
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad or not trained]
         for bucket in _buckets(named, GATHER_BYTES):
             with whole([parameter for _, parameter in bucket]):
                 for name, parameter in bucket:
-                    yield name, parameter.detach().cpu() if cpu else parameter.detach()
+                    yield name, values(parameter).cpu() if cpu else values(parameter)
 
     def save(self, folder: Path) -> None:
-        """Weights, optimizer and place in the schedule; every rank writes its part."""
+        """Weights (those that are trained), optimizer and place in the schedule; every rank writes its part."""
         with quiet():
-            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, client_state={"updates": self.updates})
+            self._engine.save_checkpoint(
+                str(folder), tag=TAG, save_latest=False, client_state={"updates": self.updates}, exclude_frozen_parameters=self._adapted
+            )
 
     def load(self, folder: Path) -> None:
         """Go on from `save`, on as many ranks as it was saved from. Later updates equal those of a run that never stopped."""
         if not (folder / TAG).is_dir():
             raise ValueError(f"{folder}: no training checkpoint")
         with quiet():
-            _, state = self._engine.load_checkpoint(str(folder), tag=TAG)
+            _, state = self._engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=not self._adapted)
         self.updates = int(state["updates"])
 
     def save_pretrained(self, folder: Path, tokenizer: Any, files: Mapping[str, str] | None = None) -> None:
@@ -213,7 +221,14 @@ class TrainEngine:
         """
         weights = self.all_weights()
         if weights is not None:
-            write_pretrained(self.model, merged(self.model, weights) if is_adapted(weights) else weights, folder, tokenizer, files)
+            write_pretrained(self.model, dict(merged(self.model, weights.items())) if self._adapted else weights, folder, tokenizer, files)
+        dist.barrier()
+
+    def save_adapter(self, folder: Path, lora: sections.Lora, base: str) -> None:
+        """The adapter alone, as peft loads it, complete or absent. Every rank calls it; rank 0 writes. `base`: the model's without it."""
+        weights = [(name, weight.clone()) for name, weight in self.named_weights(trained=True)]
+        if dist.get_rank() == 0:
+            write_adapter(lora, weights, base, folder)
         dist.barrier()
 
     def all_weights(self) -> dict[str, Tensor] | None:

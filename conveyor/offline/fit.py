@@ -24,7 +24,8 @@ from conveyor.config import OfflineRecipe, UserError, sections
 from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.balance import micro_batches
 from conveyor.data.order import EpochOrder
-from conveyor.models.adapters import add_adapter, write_adapter
+from conveyor.models.adapters import add_adapter
+from conveyor.models.answering import WithoutAdapter
 from conveyor.models.collectives import limit_collectives
 from conveyor.models.routing import routing_of, watch
 from conveyor.models.sample_logprobs import sample_logprobs
@@ -59,18 +60,25 @@ def fit(
     order = epoch_order(recipe, len(task.items))
     updates = [order.items(step) for step in range(len(order))]
     accelerator: Accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    task = _informed(task, updates, folder, accelerator)
-    held_out = held_out and _informed(held_out, [range(len(held_out.items))], folder, accelerator)
+    of_held_out = [range(len(held_out.items))] if held_out else []
+    own = recipe.lora is not None and task.reference_model == recipe.model
+    """The reference is the model with its adapter switched off."""
+    if not own:
+        task = _informed(task, updates, folder, accelerator)
+        held_out = held_out and _informed(held_out, of_held_out, folder, accelerator)
     torch.manual_seed(recipe.seed)
     with loading(recipe.train, recipe.model.dtype, accelerator):
         model = task.load_model()
     parallelize(model, recipe.train.sequence_parallel_size)
     watch(model, recipe.train)
     if recipe.lora is not None:
-        add_adapter(model, recipe.lora)
+        add_adapter(model, recipe.lora, recipe.seed)
     engine = TrainEngine(model, recipe.train, learning_rate=recipe.train.learning_rate, total_updates=len(order),
                          dtype=recipe.model.dtype, accelerator=accelerator)  # fmt: skip
     limit_collectives(recipe.ray.timeout)
+    if own:
+        task = _informed(task, updates, folder, accelerator, engine)
+        held_out = held_out and _informed(held_out, of_held_out, folder, accelerator, engine)
     trainer = Trainer(engine, recipe.train)
     if start:
         trainer.load(folder.checkpoints / f"step_{start}")
@@ -82,19 +90,23 @@ def fit(
         if recipe.checkpoint.every and (step + 1) % recipe.checkpoint.every == 0:
             _save_checkpoint(trainer, folder, step + 1, recipe.checkpoint.keep)
     engine.save_pretrained(folder.model, tokenizer, task.model_files())
-    if recipe.lora is not None and (weights := engine.all_weights()) is not None:
-        write_adapter(model, recipe.lora, weights, recipe.model.path, folder.adapter)
+    if recipe.lora is not None:
+        engine.save_adapter(folder.adapter, recipe.lora, recipe.model.path)
 
 
-def _informed(task: Task, updates: Sequence[Sequence[int]], folder: RunFolder, accelerator: Accelerator) -> Task:
-    """The task that knows what its reference says."""
+def _informed(
+    task: Task, updates: Sequence[Sequence[int]], folder: RunFolder, accelerator: Accelerator, engine: TrainEngine | None = None
+) -> Task:
+    """The task that knows what its reference says. `engine`: of the model with an adapter that is asked, without it."""
     recipe, model = task.recipe, task.reference_model
     if model is None:
         return task
     assert isinstance(recipe, ReferencedRecipe)
     batch = max(1, 2 * recipe.train.micro_batch_size // dist.get_world_size())
     where = Path(recipe.reference_cache or folder.reference_logprobs)
-    values = reference_logprobs(model, task.referenced(updates), where, batch, accelerator, recipe.train)
+    compute = None if engine is None else partial(WithoutAdapter(engine).forward, sample_logprobs)
+    quantization = recipe.lora.quantization if recipe.lora is not None and engine is not None else None
+    values = reference_logprobs(model, task.referenced(updates), where, batch, accelerator, recipe.train, compute, quantization)
     return task.informed(values, updates)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,19 +36,25 @@ Accelerator = Literal["cpu", "cuda"]
 
 
 def reference_logprobs(
-    model: sections.Model, samples: Sequence[Sample], folder: Path, batch: int, accelerator: Accelerator, train: sections.Train
-) -> Tensor:
+    model: sections.Model, samples: Sequence[Sample], folder: Path, batch: int, accelerator: Accelerator, train: sections.Train,
+    compute: Callable[[Sequence[Sample]], Tensor] | None = None, quantization: str | None = None,
+) -> Tensor:  # fmt: skip
     """float32 [M]: of each sample's masked tokens, from the folder if they are there, else computed on all ranks and written there.
 
     Args:
         batch: samples in one pass of a rank.
         train: with ZeRO-3 the ranks hold one copy of the reference together.
+        compute: samples → float32 [m], on every rank, by a model that is there already; default: one is loaded, and let go.
+        quantization: of that model's weights.
     """
-    digest = _digest(model, samples)
+    digest = _digest(model, samples, quantization)
     file = folder / f"{digest}.safetensors"
     kept = _kept(file, len(samples))
     if not _everywhere(kept is not None):
-        values = over_ranks(_load(model, accelerator, train), samples, batch)
+        if compute is not None:
+            values = shared_out(compute, samples, batch, train.sequence_parallel_size)
+        else:
+            values = over_ranks(_load(model, accelerator, train), samples, batch)
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             aside = file.with_name(f".{file.name}.{os.getpid()}.partial")  # other runs may be writing the same
@@ -118,9 +124,9 @@ def _load(model: sections.Model, accelerator: Accelerator, train: sections.Train
     return InferenceEngine(loaded, accelerator=accelerator, offload_parameters=train.offload_parameters, nvme_path=train.nvme_path)
 
 
-def _digest(model: sections.Model, samples: Sequence[Sample]) -> str:
+def _digest(model: sections.Model, samples: Sequence[Sample], quantization: str | None) -> str:
     """Changes with the weights, the type they are computed in, and every token and mask."""
-    found = hashlib.sha256(json.dumps([model.dtype, _weights(model.path)]).encode())
+    found = hashlib.sha256(json.dumps([model.dtype, _weights(model.path), *([quantization] if quantization else [])]).encode())
     for sample in samples:
         found.update(len(sample.ids).to_bytes(8, "little"))
         found.update(sample.ids.tobytes())

@@ -32,7 +32,8 @@ class ScalarTask(Task):
     def load_model(self) -> PreTrainedModel:
         """A classifier goes on with its own head, any other model gets a new one."""
         architectures = AutoConfig.from_pretrained(self.recipe.model.path).architectures or []
-        return load_scalar_model(self.recipe.model, new_head=not any("SequenceClassification" in name for name in architectures))
+        new_head = not any("SequenceClassification" in name for name in architectures)
+        return load_scalar_model(self.recipe.model, new_head=new_head, lora=self.recipe.lora)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from conveyor.config import OfflineRecipe, UserError, sections
 from conveyor.config.offline import ReferencedRecipe
 from conveyor.data.samples import Sample
 from conveyor.data.tokenizer import check_folder_or_hub_id, load_tokenizer
-from conveyor.models.adapters import check_targets
+from conveyor.models.adapters import check_lora
 from conveyor.models.rope import longest_positions
 from conveyor.models.routing import check_routers
 from conveyor.offline.dpo import DpoTask
@@ -77,7 +77,7 @@ def read_task(recipe: OfflineRecipe) -> tuple[Task, Task | None, PreTrainedToken
     check_devices(recipe)
     check_offload(recipe)
     if recipe.lora is not None:
-        check_targets(read_model_config("model.path", recipe.model.path), recipe.lora)
+        check_lora(read_model_config("model.path", recipe.model.path), recipe.lora)
     tokenizer = load_tokenizer(recipe.model)
     kind = TASKS[recipe.method]
     task = kind.read(recipe, tokenizer)

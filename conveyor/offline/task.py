@@ -54,7 +54,7 @@ class Task(ABC):
 
     def load_model(self) -> PreTrainedModel:
         """The model to train, freshly loaded."""
-        return load_language_model(self.recipe.model)
+        return load_language_model(self.recipe.model, self.recipe.lora)
 
     @abstractmethod
     def denominator(self, numbers: Sequence[int]) -> int:

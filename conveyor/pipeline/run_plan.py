@@ -90,7 +90,7 @@ class RunPlan:
     next_group: int | None = None
     """The first group after those; default: the first of `start_step`."""
     initial_sync: bool = False
-    """Publish the trainer's weights before the first rollout: after a resume, for snapshots, for engines that held others."""
+    """Publish the trainer's weights before the first rollout: after a resume, for snapshots, adapters, for engines that held others."""
     checkpoint_every: int | None = None
     evaluation: EvaluationPlan | None = None
     sleeping: tuple[tuple[str, str], ...] = ()
@@ -132,7 +132,7 @@ def run_plan(
         engine_slots=recipe.rollout.max_concurrent_requests,
         rollout_group=recipe.role_group("rollout"),
         parts=parts,
-        part_workers=tuple(recipe.score_workers(slots[part.group]) for part in parts),
+        part_workers=tuple(recipe.score_workers(part.group, slots[part.group]) for part in parts),
         train_groups=trained,
         overlap=recipe.pipeline.overlap,
         max_staleness=recipe.pipeline.max_staleness,
@@ -143,7 +143,7 @@ def run_plan(
         waits_for_group=recipe.needs_group,
         waits_for_update=recipe.needs_barrier,
         start_step=start_step,
-        initial_sync=start_step > 0 or engines is not None or bool(recipe.snapshot_roles),
+        initial_sync=start_step > 0 or engines is not None or bool(recipe.snapshot_roles) or recipe.lora is not None,
         checkpoint_every=recipe.checkpoint.every,
         evaluation=_evaluation_plan(recipe, evaluation_prompts),
         carried=untrained[0] if untrained else (),

@@ -77,7 +77,7 @@ class WeightStreams:
 
 
 def transport_of(recipe: OnlineRecipe, devices: Literal["GPU", "CPU"]) -> Transport | None:
-    """How engines get weights from the trainer itself; None: through the object store.
+    """How engines get weights from the trainer itself; None: through the object store, as adapters do.
 
     Raises:
         UserError: NCCL is asked for where there are no GPUs, or the trainer may be asleep when it is to send.
@@ -94,7 +94,7 @@ def transport_of(recipe: OnlineRecipe, devices: Literal["GPU", "CPU"]) -> Transp
         )
     if given is None:
         apart = recipe.role_group("actor") != recipe.role_group("rollout") and recipe.rollout.engine == "vllm"
-        return "nccl" if devices == "GPU" and apart and not sleeps else None
+        return "nccl" if devices == "GPU" and apart and not sleeps and not recipe.adapter_travels else None
     return None if given == "object_store" else given
 
 

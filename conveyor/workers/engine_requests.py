@@ -16,9 +16,10 @@ from torch import Tensor
 from conveyor.config import sections
 from conveyor.episodes.episode import Sampled
 from conveyor.workers import engine_weights
+from conveyor.workers.engine_adapter import EngineAdapter
 from conveyor.workers.reports import Publication
 from conveyor.workers.weight_stream import Transport
-from conveyor.workers.weight_sync import Bucket
+from conveyor.workers.weight_sync import Bucket, checked, read
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
@@ -43,7 +44,10 @@ class _Request:
 class EngineRequests:
     """An engine and what it samples at the moment."""
 
-    def __init__(self, engine: LLMEngine, settings: sections.Rollout) -> None:
+    def __init__(self, engine: LLMEngine, settings: sections.Rollout, adapter: EngineAdapter | None = None) -> None:
+        """Args:
+        adapter: what `install` brings; None: it brings all weights.
+        """
         self.version = 0
         """Of the weights."""
         self._engine: Any = engine
@@ -54,7 +58,7 @@ class EngineRequests:
         self._weights: Literal["here", "in host memory", "dropped", "nowhere"] = "here"
         """Dropped: there is no memory for them; nowhere: there is, without weights in it."""
         self._installed = False
-        self._settings = settings
+        self._settings, self._adapter = settings, adapter
         self._running: dict[str, _Request] = {}
         self._count = 0
 
@@ -78,7 +82,9 @@ class EngineRequests:
         request, name = _Request(done, self.version), str(self._count)
         self._count += 1
         params = self._params(temperature, seed, max_tokens, [*self._settings.stop, *stop])
-        request.engine_id = self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+        request.engine_id = self._engine.add_request(
+            name, {"prompt_token_ids": list(token_ids)}, params, lora_request=self._adapter and self._adapter.request
+        )
         self._running[name] = request
         return name
 
@@ -132,6 +138,8 @@ class EngineRequests:
         """Weights from the object store, a bucket at a time."""
         import ray
 
+        if self._adapter is not None:
+            return self._load_adapter(self._adapter, publication)
         call, came, mismatched = self._engine.collective_rpc, set[str](), dict[str, None]()
         call(engine_weights.begin_reload)
         for reference in publication.buckets:
@@ -142,6 +150,12 @@ class EngineRequests:
                     mismatched |= dict.fromkeys(of_rank)
         call(engine_weights.finish_reload)
         return (*mismatched, *(name for name in publication.checksums or () if name not in came))
+
+    def _load_adapter(self, adapter: EngineAdapter, publication: Publication) -> tuple[str, ...]:
+        assert adapter.request is not None or not self._running, "a request that names no adapter never gets one"
+        mismatched: list[str] = []
+        adapter.install(checked(read(publication), publication.checksums, mismatched))
+        return tuple(mismatched)
 
     def sleep(self) -> None:
         """Give memory back until `wake`; nothing may be running. On a GPU `rollout.sleep` says what goes: the KV cache and, to host

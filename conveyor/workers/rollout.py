@@ -82,6 +82,7 @@ class RolloutWorker:
         seed: int,
         cores: tuple[int, ...] | None,
         max_model_len: int | None = None,
+        lora: sections.Lora | None = None,
     ) -> None:
         """Returns at once; the engine starts in its thread (see `ready`).
 
@@ -89,10 +90,11 @@ class RolloutWorker:
             seed: of the sampling, with the prompt's index and the sample's number.
             cores: core ids on CPU, shared out among the tensor-parallel ranks; None: GPU.
             max_model_len: longest prompt + response in tokens; default: the model's own limit.
+            lora: the policy is the model with such an adapter, which `install` brings.
         """
         prepare_process(rollout, cores)
         self._model, self._rollout, self._seed, self._cores = model, rollout, seed, cores
-        self._max_model_len = max_model_len
+        self._max_model_len, self._lora = max_model_len, lora
         self._samples: dict[int, _Sample] = {}
         self._process: EpisodeProcess | None = None
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -239,7 +241,7 @@ class RolloutWorker:
         if self._rollout.multi_turn is not None:  # first, as its errors are quickly found
             self._process = EpisodeProcess(self._rollout.multi_turn, self._hear)
             self._process.begin()
-        self._engine, self._tokenizer = start(self._model, self._rollout, self._max_model_len, self._cores)
+        self._engine, self._tokenizer = start(self._model, self._rollout, self._max_model_len, self._cores, self._lora)
         if self._process is not None:
             seed = partial(sample_seed, self._seed)
             self._episodes = Episodes(self._rollout, load_tokenizer(self._model), self._engine, seed, self._process.send)

@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -32,17 +33,18 @@ from conveyor.config import OnlineRecipe, RunError, UserError, sections
 from conveyor.data.balance import micro_batches
 from conveyor.data.packing import lay_out
 from conveyor.data.tokenizer import encode_prompt, encode_texts, load_tokenizer
+from conveyor.models.adapters import adapters_off
 from conveyor.models.answering import Answering, WholeModel
 from conveyor.models.attention import packs
 from conveyor.models.collectives import limit_collectives
 from conveyor.models.inference_engine import InferenceEngine
 from conveyor.models.joining import join, per_sample
-from conveyor.models.language_model import load_language_model, response_logprobs
+from conveyor.models.language_model import response_logprobs
 from conveyor.models.process_scores import process_scores
-from conveyor.models.routing import watch
-from conveyor.models.scalar_model import load_critic, load_scalar_model, response_values, sequence_scores
+from conveyor.models.scalar_model import load_scalar_model, response_values, sequence_scores
 from conveyor.models.zero import offloading, partitioning
 from conveyor.types import PartialScores, Rollout
+from conveyor.workers.policies import load_policy, shared_reference
 from conveyor.workers.records import fetch_rollouts
 from conveyor.workers.rendezvous import Membership
 from conveyor.workers.reports import InstallReport, Publication, ScoreReport, Span, WorkerInfo
@@ -68,6 +70,8 @@ class ScoreWorker(Sleeper):
         self._rewards = {reward.name: reward for reward in recipe.model_rewards}
         self._separators: dict[str, tuple[list[int], int]] = {}
         """Process reward models: tokens that end a step, and EOS, as they know them."""
+        self._shared = shared_reference(recipe, roles)
+        """The reference is the policy snapshot without its adapter."""
         self._versions: dict[str, int] = {}
         self._device = torch.device("cuda" if cores is None else "cpu")
         if cores is not None:
@@ -78,6 +82,10 @@ class ScoreWorker(Sleeper):
             dist.init_process_group(backend, init_method=f"tcp://{team.address}:{team.port}", rank=team.rank, world_size=team.ranks,
                                     timeout=timedelta(seconds=recipe.ray.timeout))  # fmt: skip
 
+    def hold(self, role: str, model: Answering) -> None:
+        """A role's model is there already."""
+        self._models[role] = model
+
     def ready(self) -> WorkerInfo:
         """Loads the roles.
 
@@ -85,7 +93,7 @@ class ScoreWorker(Sleeper):
             UserError: a model that cannot be used.
         """
         for role in self._roles:
-            if role not in self._models:
+            if role not in self._models and not (role == "reference" and self._shared):
                 self._models[role] = self._answering(role)
         limit_collectives(self._recipe.ray.timeout)
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
@@ -168,14 +176,8 @@ class ScoreWorker(Sleeper):
 
     def _load(self, role: str, reward: sections.Reward | None) -> PreTrainedModel:
         recipe = self._recipe
-        if role == "reference":
-            return load_language_model(recipe.reference or recipe.model)
-        if role == "policy_snapshot":
-            snapshot = load_language_model(recipe.model)
-            watch(snapshot, None, recipe.rollout.routing_replay)
-            return snapshot
-        if role == "critic_snapshot":
-            return load_critic(recipe)
+        if role in ("reference", "policy_snapshot", "critic_snapshot"):
+            return load_policy(recipe, role)
         assert reward is not None and reward.model is not None, role
         tokenizer = _reward_tokenizer(reward)
         if tokenizer.get_vocab() != load_tokenizer(recipe.model).get_vocab():
@@ -201,7 +203,8 @@ class ScoreWorker(Sleeper):
         return tuple(found[number] for number in range(len(samples)))
 
     def _run(self, role: str, samples: Sequence[Rollout]) -> Iterable[Any]:
-        model = self._models[role]
+        unadapted = role == "reference" and self._shared
+        model = self._models["policy_snapshot" if unadapted else role]
         packed = packs(model.model)
         if role in self._rewards:
             ids = [self._ids(role, sample) for sample in samples]
@@ -213,7 +216,8 @@ class ScoreWorker(Sleeper):
         arguments = (batch.tokens, batch.prompt_lengths, batch.response_mask)
         if role == "critic_snapshot":
             return per_sample(model.forward(response_values, *arguments), batch)
-        return per_sample(model.forward(response_logprobs, *arguments, self._recipe.rollout.temperature)[0], batch)
+        with adapters_off(model.model) if unadapted else nullcontext():
+            return per_sample(model.forward(response_logprobs, *arguments, self._recipe.rollout.temperature)[0], batch)
 
     def _ids(self, role: str, sample: Rollout) -> tuple[list[int], list[int]]:
         """Prompt and response in the tokens of a reward model."""

@@ -104,6 +104,8 @@ def start_workers(
     if not rollout_first:
         engines = starting.engines(engines)
     trainers = [starting.trainers(group, roles, total_updates) for group, roles in trained]
+    if recipe.trainer_answers:
+        scorers[recipe.role_group("actor")] = [Team(trainers[0])]  # the actor's group comes first
     judged = recipe.judged_rewards
     log = RunFolder(recipe.output_dir).rewards_log
     tokens = {reward.name: os.environ[reward.token_variable] for reward in judged if reward.token_variable is not None}
@@ -116,14 +118,16 @@ class _Starting:
 
     def __init__(self, recipe: OnlineRecipe, placement: Placement, trained: list[str], sleeping: Mapping[str, str]) -> None:
         self._recipe, self._placement, self._sleeping = recipe, placement, sleeping
-        self._scored, self._rollout_group = _score_roles(recipe), recipe.role_group("rollout")
+        answered = {recipe.role_group("actor")} if recipe.trainer_answers else set()
+        self._scored = {group: roles for group, roles in _score_roles(recipe).items() if group not in answered}
+        self._rollout_group = recipe.role_group("rollout")
         self._kinds = [self._rollout_group, *self._scored, *trained]
 
     def engines(self, running: list[Any] | None) -> list[Any]:
         recipe, group = self._recipe, self._rollout_group
         limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length
         rollout = engine_settings(recipe, self._placement.devices[group], sleeps=group in self._sleeping)
-        settings = {"model": recipe.model, "rollout": rollout, "seed": recipe.seed, "max_model_len": limit}
+        settings = {"model": recipe.model, "rollout": rollout, "seed": recipe.seed, "max_model_len": limit, "lora": recipe.lora}
         engines = running or [self._start(RolloutWorker, group, i, **settings) for i in range(self._placement.slots(group))]
         return self._put_to_sleep("rollout", group, engines)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,6 +31,8 @@ from conveyor.algorithms.metrics import Mean, Metrics, Moments, merge
 from conveyor.algorithms.objective import ActorLosses, actor_losses, pair_losses, streaming_coefficients
 from conveyor.config import OnlineRecipe, sections
 from conveyor.data.tokenizer import load_tokenizer
+from conveyor.models.adapters import add_adapter, merged
+from conveyor.models.answering import WithoutAdapter
 from conveyor.models.attention import packs
 from conveyor.models.batch import merge_scores
 from conveyor.models.collectives import limit_collectives
@@ -40,12 +42,12 @@ from conveyor.models.scalar_model import load_critic, response_values
 from conveyor.models.sequence_parallel import parallelize
 from conveyor.models.train_engine import TrainEngine
 from conveyor.models.zero import loading
-from conveyor.types import TrainBatch
+from conveyor.types import PartialScores, TrainBatch
 from conveyor.workers.mixing import Mixing
 from conveyor.workers.outgoing import Outgoing
 from conveyor.workers.prepared import Part, Prepared, Share, by_token
 from conveyor.workers.records import fetch, fetch_rollouts
-from conveyor.workers.rendezvous import free_door
+from conveyor.workers.rendezvous import Membership, free_door
 from conveyor.workers.reports import (
     Denominators,
     MicroBatchKey,
@@ -53,6 +55,7 @@ from conveyor.workers.reports import (
     PrepareReport,
     Publication,
     SampleRow,
+    ScoreReport,
     Span,
     StepReport,
     StepSettings,
@@ -60,6 +63,7 @@ from conveyor.workers.reports import (
     UpdateContext,
     WorkerInfo,
 )
+from conveyor.workers.score import ScoreWorker
 from conveyor.workers.sleeping import Sleeper
 from conveyor.workers.weight_stream import Transport
 
@@ -115,6 +119,7 @@ class TrainWorker(Sleeper):
         limit_collectives(recipe.ray.timeout)
         mixes = recipe.ptx is not None and "actor" in roles
         self._mixing = Mixing(recipe, self._place, self._places) if mixes else None
+        self._scorer = self._reference(rank, world_size, address, port) if recipe.trainer_answers and "actor" in roles else None
         self._warming = False
         """The update is one of those in which the critic is trained alone."""
 
@@ -126,10 +131,12 @@ class TrainWorker(Sleeper):
             total_updates = max(1, total_updates - train.critic_warmup_steps * per_step)
         accelerator: Literal["cpu", "cuda"] = "cuda" if self._cores is None else "cpu"
         with loading(train, section.dtype, accelerator):
-            model = load_language_model(section) if role == "actor" else load_critic(recipe)
+            model = load_language_model(section, recipe.lora) if role == "actor" else load_critic(recipe)
         parallelize(model, train.sequence_parallel_size)
         if role == "actor":
             watch(model, train, recipe.rollout.routing_replay)
+        if recipe.lora is not None:
+            add_adapter(model, recipe.lora, recipe.seed)
         return TrainEngine(
             model,
             train,
@@ -138,6 +145,17 @@ class TrainWorker(Sleeper):
             dtype=section.dtype,
             accelerator=accelerator,
         )
+
+    def _reference(self, rank: int, ranks: int, address: str, port: int) -> ScoreWorker:
+        team = Membership(rank, ranks, address, port) if ranks > 1 else None
+        scorer = ScoreWorker(self._recipe, ("reference",), cores=self._cores, team=team)
+        scorer.hold("reference", WithoutAdapter(self._engines["actor"]))
+        return scorer
+
+    def score(self, roles: tuple[str, ...], rollouts: Sequence[Any]) -> tuple[ScoreReport, PartialScores | None]:
+        """As `ScoreWorker.score`, where the reference is the actor without its adapter; every rank calls it, rank 0 knows the answer."""
+        assert self._scorer is not None, "another worker scores"
+        return self._scorer.score(roles, rollouts)
 
     def ready(self) -> WorkerInfo:
         device = torch.cuda.get_device_name() if self._cores is None else "cpu " + ",".join(map(str, self._cores))
@@ -314,9 +332,18 @@ class TrainWorker(Sleeper):
         self._gradient_file = None
 
     def publish(self, version: int, role: str, stored: bool = True) -> Publication | None:
-        """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them. Not `stored`: they stay here
-        until engines ask (`send_weights`), which is before the next `optim_step` or not at all."""
-        return self._outgoing.publish(self._engines[role].named_weights, version, role, stored=stored)
+        """The weights of `actor` or `critic` as of `version`; every rank calls it, rank 0 returns them. Of a model with an adapter that is
+        the adapter, and a critic's head, or everything merged (`lora.sync`). Not `stored`: they stay here until engines ask
+        (`send_weights`), which is before the next `optim_step` or not at all."""
+        return self._outgoing.publish(lambda: self._travelling(role), version, role, stored=stored)
+
+    def _travelling(self, role: str, cpu: bool = True) -> Iterator[tuple[str, Tensor]]:
+        engine, lora = self._engines[role], self._recipe.lora
+        if lora is None:
+            return engine.named_weights(cpu=cpu)
+        if role == "critic" or self._recipe.adapter_travels:
+            return engine.named_weights(trained=True, cpu=cpu)
+        return merged(engine.model, engine.named_weights(cpu=cpu))
 
     def stream_door(self) -> tuple[str, int]:
         """(address, port) where an engine may meet this rank."""
@@ -328,8 +355,7 @@ class TrainWorker(Sleeper):
 
     def send_weights(self, version: int, engines: Sequence[int]) -> None:
         """The actor's weights to engines that install them meanwhile; every rank calls it."""
-        engine = self._engines["actor"]
-        self._outgoing.send(lambda: engine.named_weights(cpu=self._cores is not None), version, "actor", engines)
+        self._outgoing.send(lambda: self._travelling("actor", cpu=self._cores is not None), version, "actor", engines)
 
     def finish_step(self, step: int) -> list[SampleRow]:
         """Forget a step's micro-batches; returns the rows of this rank's samples, in prompt order."""
@@ -349,7 +375,10 @@ class TrainWorker(Sleeper):
             engine.load(Path(folder) / role)
 
     def save_model(self, folder: str | Path, critic_folder: str | Path | None = None) -> None:
-        """The actor as a Hugging Face folder, and the critic too if it has one to go to."""
+        """The actor as a Hugging Face folder, adapter merged, with the adapter alone in adapter/ beside it; the critic too if it has a
+        folder to go to."""
         for role, place in {"actor": folder, "critic": critic_folder}.items():
             if role in self._engines and place is not None:
                 self._engines[role].save_pretrained(Path(place), self._tokenizer)
+        if self._recipe.lora is not None and "actor" in self._engines:
+            self._engines["actor"].save_adapter(Path(folder).with_name("adapter"), self._recipe.lora, self._recipe.model.path)

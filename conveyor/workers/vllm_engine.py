@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from conveyor.config import UserError, sections
 from conveyor.models.rope import rope_parameters
+from conveyor.workers.engine_adapter import engine_arguments
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -35,7 +36,9 @@ def config_overrides(model: sections.Model) -> dict[str, Any]:
     return ({} if rope is None else {"rope_parameters": rope}) | ({"head_dtype": "float32"} if model.fp32_head else {})
 
 
-def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len: int | None) -> tuple[LLMEngine, Any]:
+def start_engine(
+    model: sections.Model, rollout: sections.Rollout, max_model_len: int | None, lora: sections.Lora | None = None
+) -> tuple[LLMEngine, Any]:
     from transformers import AutoTokenizer
     from vllm import EngineArgs, LLMEngine
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -67,6 +70,8 @@ def start_engine(model: sections.Model, rollout: sections.Rollout, max_model_len
         arguments["enable_return_routed_experts"] = True
     if not current_platform.is_cpu():
         arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")  # idle until `open_stream`
+    if lora is not None:
+        arguments |= engine_arguments(lora, model, rollout.engine_args)
     if current_platform.is_cpu():
         # A request that is prefilled in parts sets its seeded generator back, which generators on CPU cannot do. All running
         # requests are prefilled anew after an install.

@@ -17,6 +17,7 @@ from conveyor.config import (
     UserError,
     engine_rules,
     load_recipe,
+    lora_rules,
     offline_rules,
     parse_recipe,
     reward_rules,
@@ -330,6 +331,20 @@ RULES: list[tuple[dict[str, Any], str]] = [
         base("grpo", evaluate={"path": "e", "n_samples_per_prompt": 64, "greedy": True}),
         "evaluate.n_samples_per_prompt: more than rollout.max_concurrent_requests (64)",
     ),
+    (base("grpo", lora={"use_dora": True, "sync": "adapter"}), "lora.sync: vLLM serves no DoRA adapters; use merged"),
+    (base("ppo", lora={"quantization": "nf4"}, score={"zero_stage": 3}), "lora.quantization: score workers hold 4-bit weights whole"),
+    (
+        base("grpo", lora={"sync": "adapter"}, rollout={"engine": "transformers"}),
+        "lora.sync: the engine of transformers takes whole weights",
+    ),
+    (base("grpo", lora={}, pipeline={"weight_transfer": "gloo"}), "pipeline.weight_transfer: an adapter is small"),
+    (base("grpo", lora={}, rollout={"sleep": 2}), "rollout.sleep: 2 drops the base for good"),
+    (base("grpo", lora={"rank": 513}), "lora.rank: vLLM serves adapters up to rank 512"),
+    (base("ppo", lora={"quantization": "nf4"}, train={"zero_stage": 3}), "lora.quantization: a 4-bit weight is told from its bytes"),
+    (
+        base("grpo", lora={}, reference={"path": "r"}, algorithm={"kl_coef": 0.1, "reference_refresh": 2}),
+        "algorithm.reference_refresh: the adapter that travels fits the base model",
+    ),
     (
         base("grpo", evaluate={"path": "e", "success_reward": "exact"}),
         "evaluate.success_reward: no reward is named exact; the recipe has rm",
@@ -351,7 +366,7 @@ def test_settings_that_contradict_each_other_are_refused_with_the_reason(raw: di
 
 def test_every_reason_is_given_by_one_of_these() -> None:
     """A rule that is added is to be tried too."""
-    modules = (rules, offline_rules, reward_rules, engine_rules)
+    modules = (rules, offline_rules, reward_rules, engine_rules, lora_rules)
     given: dict[str, set[int]] = {str(module.__file__): set() for module in modules}
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

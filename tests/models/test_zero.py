@@ -9,7 +9,7 @@ from transformers import LlamaForSequenceClassification, Qwen3MoeConfig, Qwen3Mo
 
 from conveyor.checks import check_offload
 from conveyor.config import UserError, parse_recipe, sections
-from conveyor.config.offline import Lora
+from conveyor.config.sections import Lora
 from conveyor.data.packing import lay_out
 from conveyor.models import zero
 from conveyor.models.adapters import add_adapter

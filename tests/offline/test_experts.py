@@ -13,7 +13,7 @@ from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
 from conveyor.config import OfflineRecipe, parse_recipe, sections
-from conveyor.config.offline import Lora
+from conveyor.config.sections import Lora
 from conveyor.models.language_model import load_language_model
 from conveyor.models.routing import expert_blocks
 from conveyor.models.train_engine import TrainEngine

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conveyor.config import UserError
+from conveyor.models.language_model import load_language_model
 from conveyor.offline import fit as fit_module
+from conveyor.offline import reference as reference_module
 from conveyor.offline.run import check_offline, read_task, run_offline
 from conveyor.report.progress import read_metrics
 from conveyor.run_folder import RunFolder
@@ -56,6 +59,37 @@ def test_the_base_is_frozen_to_the_last_bit(prepare: Prepare, updates: Updates, 
     assert all(torch.equal(weight, base[name.replace(".base_layer.", ".")]) for name, weight in frozen.items())
     assert all(".lora_" in name for name in steps[-1].gradient)
     assert any(kept[name].abs().max() > 0 for name in kept if ".lora_B" in name)
+
+
+@pytest.mark.parametrize(("method", "quantization"), [("dpo", None), ("kto", None), ("bco", None), ("dpo", "nf4")])
+def test_the_reference_is_the_model_with_its_adapter_off(
+    prepare: Prepare, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, quantization: str | None
+) -> None:
+    """None is loaded, and what is kept on disk is what a loaded one says, bit by bit."""
+    train = {"steps": 2, "learning_rate": 1e-2}
+    rows = PAIRS if method == "dpo" else [{**row, "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(PAIRS)]
+    if quantization is None:
+        run_offline(prepare(method, rows, train=train, reference_cache=str(tmp_path / "loaded")))
+    monkeypatch.setattr(reference_module, "_load", None)
+    lora = LORA | {"quantization": quantization}
+    made = prepare(method, rows, train=train, lora=lora, reference_cache=str(tmp_path / "off"), overwrite=True)
+    run_offline(made)
+    (off,) = (tmp_path / "off").iterdir()
+    if quantization is None:
+        (loaded,) = (tmp_path / "loaded").iterdir()
+        assert off.name == loaded.name and torch.equal(load_file(off)["logprobs"], load_file(loaded)["logprobs"])
+        return
+    base = load_language_model(made.model, made.lora)
+    first = read_task(made)[0].samples[0]
+    ids, mask = torch.tensor(first.ids)[None], torch.tensor(first.mask)[1:]
+    with torch.no_grad():
+        logprobs = base(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    distances = (load_file(off)["logprobs"] - logprobs[mask.bool()].sum()).abs()
+    assert distances.min() < 1e-5, "of the values in 4 bits"
+    with_adapter = PeftModel.from_pretrained(base, tmp_path / "run/adapter")
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")), logits(with_adapter), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ import torch
 from conveyor.config import OnlineRecipe
 from conveyor.data.prompts import PromptOrder
 from conveyor.models.answering import WholeModel
-from conveyor.models.language_model import load_language_model
 from conveyor.models.parking import Parking
 from conveyor.pipeline.executor import Executor
 from conveyor.pipeline.loop import groups_of_steps
@@ -35,6 +34,7 @@ from conveyor.rewards import load_function
 from conveyor.rewards.scorer import call_arguments
 from conveyor.run_folder import RunFolder
 from conveyor.types import Prompt, Rollout
+from conveyor.workers.policies import load_policy
 from conveyor.workers.records import fetch_rollouts
 from conveyor.workers.reports import InstallReport, Judged, Publication, SampleDone, Span
 from conveyor.workers.rollout import sample_seed
@@ -122,7 +122,7 @@ class TorchEngine:
 
     def __init__(self, recipe: OnlineRecipe, seed: int) -> None:
         self._recipe, self._random = recipe, random.Random(seed)
-        self._model = load_language_model(recipe.model)
+        self._model = load_policy(recipe, "policy_snapshot").eval()
         self._parking = Parking()
         self._version = 0
         self._running: list[tuple[Prompt, int, int]] = []
@@ -297,7 +297,11 @@ def _workers(recipe: OnlineRecipe, plan: RunPlan, slots: dict[str, int], delays:
     roles: dict[str, tuple[str, ...]] = {}
     for part in plan.parts:
         roles[part.group] = (*roles.get(part.group, ()), *part.roles)
+    ranks = [[Actor(trainer, delays, "train")] for trainer in trainers]
     scorers: dict[str, list[Any]] = {group: [] for group in roles}
+    if recipe.trainer_answers:
+        scorers[recipe.role_group("actor")] = ranks[0]
+        del roles[recipe.role_group("actor")]
     for group, of_group in roles.items():
         for _ in range(slots[group]):
             worker = ScoreWorker(recipe, of_group, cores=cores)
@@ -306,4 +310,4 @@ def _workers(recipe: OnlineRecipe, plan: RunPlan, slots: dict[str, int], delays:
     engine = StepEngine if recipe.rollout.engine == "transformers" else TorchEngine
     engines = [EngineActor(engine(recipe, seed + number), delays, "rollout") for number in range(plan.engines)]
     rewarder = EngineActor(Rewarder(recipe, seed), delays) if recipe.judged_rewards else None
-    return Workers(engines, scorers, [[Actor(trainer, delays, "train")] for trainer in trainers], rewarder), trainers
+    return Workers(engines, scorers, ranks, rewarder), trainers

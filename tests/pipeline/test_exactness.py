@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"loss_aggregation": "sequence_mean", "kl_in": "reward", "kl_estimator": "k1"},
     },
     "grpo, several updates": {"method": "grpo", "train": {"train_batch_size": 4}},
+    "ppo, adapters": {"method": "ppo", "train": {"train_batch_size": 4}, "lora": {"rank": 4, "alpha": 8.0, "use_rslora": True}},
     "rloo": {"method": "grpo", "algorithm": {"advantage_estimator": "rloo", "normalize": "update"}},
 }
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -149,6 +150,8 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
     "running rewards": {"method": "rloo", "normalized": "running"},
     "rewards by batch": {"method": "ppo", "normalized": "batch"},
     "reference refreshed": {"method": "grpo", "algorithm": {"reference_refresh": 2}},
+    "adapters on 4 bits": {"method": "grpo", "lora": {"rank": 4, "quantization": "nf4"}},
+    "adapters, the trainer is the reference": {"method": "grpo", "lora": {"rank": 4}, "roles": {"reference": "train"}},
     "ptx": {"method": "grpo", "ptx": {"batch_size": 2, "coef": 0.5}},
     "online_dpo": {"method": "online_dpo", "pipeline": {"micro_batch_size": 2}},
     "critic warm-up": {"method": "ppo", "train": {"critic_warmup_steps": 1, "critic_learning_rate": 1e-2}},

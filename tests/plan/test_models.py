@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from conveyor.config.offline import Lora
+from conveyor.config.sections import Lora
 from conveyor.models.adapters import add_adapter
 from conveyor.plan.known_models import NAMED, known_shape
 from conveyor.plan.models import shape_from_config

@@ -13,6 +13,7 @@ from conveyor.pipeline.control import StepControl
 from conveyor.pipeline.ledger import Ledger
 from conveyor.types import PartialScores, Prompt, Rollout
 from conveyor.workers.reports import MicroBatchKey, StepSettings, UpdateContext
+from conveyor.workers.score import ScoreWorker
 from conveyor.workers.train import TrainWorker
 from tests.models.ranks import one_rank, spawn
 from tests.tiny import save_tiny_policy
@@ -294,6 +295,11 @@ TWO_RANKS = {
     "mixed, fewer rows than ranks": ("grpo", {"train": {"zero_stage": 3}, "ptx": {"batch_size": 1}}),
     "by tokens": ("ppo", {"train": {"zero_stage": 2, "max_tokens_per_micro_batch": 16}} | SHORT),
     "pairs by tokens": ("online_dpo", {"pipeline": {"micro_batch_size": 2}, "train": {"max_tokens_per_micro_batch": 32}} | SHORT),
+    "adapters": ("ppo", {"train": {"zero_stage": 3}, "lora": {"rank": 4}}),
+    "adapters, DoRA": ("grpo", {"train": {"zero_stage": 3}, "lora": {"rank": 4, "use_dora": True}}),
+    "adapters on 4 bits": (
+        "grpo", {"train": {"zero_stage": 2}, "lora": {"rank": 4, "quantization": "nf4"}, "roles": {"reference": "train"}},
+    ),
     "rows cut over ranks": ("ppo", {"train": {"zero_stage": 3, "sequence_parallel_size": 2}}),
     "rows cut over ranks, by tokens": ("grpo", {"train": {"sequence_parallel_size": 2, "max_tokens_per_micro_batch": 9}} | SHORT),
     "rows cut over ranks, mixed": ("grpo", {"train": {"zero_stage": 1, "sequence_parallel_size": 2}, "ptx": {"batch_size": 3}}),
@@ -326,6 +332,8 @@ def on_two_ranks(rank, ranks, port, policy, texts, want):
         assert difference(weights(trained), want[case][0]) < 1e-5, case
         if made.uses_critic:
             assert difference(weights(trained, "critic"), want[case][1]) < 1e-5
+        if made.trainer_answers:
+            compare_references(trained, made, rollouts)
         for found, wanted in ((metrics, want[case][2]), (report.metrics, want[case][3])):
             for name in ("loss/policy", "loss/ptx", "dpo/margin"):
                 if name in wanted:
@@ -337,6 +345,18 @@ def on_two_ranks(rank, ranks, port, policy, texts, want):
         rows = [row for part in gather([trained.finish_step(0)]) for row in part]
         assert sorted(row.id for row in rows) == sorted(rollout.id for rollout in rollouts)
         assert case != "remax" or all((row.advantage is None) == (row.id.sample == 1) for row in rows)
+
+
+def compare_references(trained, made, rollouts):
+    """The ranks answer together; rank 0 says it."""
+    answer = trained.score(("reference",), rollouts)[1]
+    assert (answer is None) == (dist.get_rank() > 0)
+    if answer is not None:
+        alone = ScoreWorker(made, ("reference",), cores=trained._cores)
+        alone.ready()
+        wanted = alone.score(("reference",), rollouts)[1]
+        for found, right in zip(answer.reference_logprobs, wanted.reference_logprobs, strict=True):
+            torch.testing.assert_close(found, right, atol=1e-5, rtol=0)
 
 
 def work(made):
