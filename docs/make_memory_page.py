@@ -9,6 +9,7 @@ from conveyor.plan.layout import parse_cluster
 PAGE = Path(__file__).with_name("memory.md")
 RECIPES = PAGE.parents[1] / "recipes"
 CLUSTERS = {
+    "llama3_8b_grpo_lora_1gpu": "1x1",
     "llama3_8b_grpo_8gpu": "1x8",
     "llama3_8b_ppo_8gpu": "1x8",
     "qwen3_30b_a3b_grpo_8gpu": "1x8",

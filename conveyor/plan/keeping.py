@@ -68,7 +68,7 @@ class Keeping:
 
 def keeping(recipe: OnlineRecipe | OfflineRecipe) -> Keeping:
     train, model = recipe.train, recipe.model
-    lora = getattr(recipe, "lora", None)
+    lora = recipe.lora
     score = recipe.score if isinstance(recipe, OnlineRecipe) else sections.Score()
     return Keeping(
         size=BYTES[model.dtype],
@@ -76,7 +76,7 @@ def keeping(recipe: OnlineRecipe | OfflineRecipe) -> Keeping:
         optimizer_place=train.offload_optimizer,
         weights_place=train.offload_parameters,
         checkpointing=model.gradient_checkpointing,
-        adapter=None if lora is None else Adapter(lora.rank, tuple(lora.target_modules), getattr(lora, "quantization", None) == "nf4"),
+        adapter=None if lora is None else Adapter(lora.rank, lora.target_modules, lora.quantization == "nf4"),
         score_stage=score.zero_stage,
         score_place=score.offload_parameters,
         sequence_ranks=train.sequence_parallel_size,

@@ -30,7 +30,7 @@ def test_files_are_up_to_date(maker: ModuleType) -> None:
     assert there == maker.files(), "run: python launch/kuberay/make.py"
 
 
-@pytest.mark.parametrize("total", [8, 32, 128])
+@pytest.mark.parametrize("total", [1, 8, 32, 128])
 def test_a_job_has_its_gpus_and_a_recipe_for_them(total: int) -> None:
     job, cluster = (yaml.safe_load((FOLDER / f"{kind}_{total}gpu.yaml").read_text()) for kind in ("rayjob", "raycluster"))
     assert (job["kind"], cluster["kind"]) == ("RayJob", "RayCluster")
