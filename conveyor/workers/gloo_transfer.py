@@ -16,17 +16,19 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 
     def init_transfer_engine(self, init_info: Any) -> None:
         rank = self.parallel_config.rank + init_info.rank_offset
-        self._group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+        self._group: GlooGroup | None = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
         self._chunk_bytes = init_info.packed_buffer_size_bytes
 
     def receive_weights(self, update_info: Any) -> None:
+        assert self._group is not None, "open_stream comes first"
+        model: Any = self.model
         named = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         layout = [Place(name, getattr(torch, dtype), tuple(shape), 0) for name, dtype, shape in named]
         for places in chunks(layout, self._chunk_bytes):
             chunk = torch.empty(sum(map(nbytes, places)), dtype=torch.uint8)
             self._group.broadcast(chunk)
             self._group.wait()
-            self.model.load_weights(_tensors(places, chunk))
+            model.load_weights(_tensors(places, chunk))
 
     def shutdown(self) -> None:
         self._group = None

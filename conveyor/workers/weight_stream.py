@@ -45,7 +45,7 @@ class GlooGroup:
     def __init__(self, address: str, port: int, rank: int, size: int) -> None:
         """Waits for the others. Rank 0 listens and sends."""
         self._store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=MEETING)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, MEETING)
+        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, MEETING)
         self._work: Any = None
 
     def broadcast(self, chunk: Tensor) -> None:

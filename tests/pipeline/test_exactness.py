@@ -221,3 +221,18 @@ def test_with_staleness_1_a_step_s_coefficient_and_scales_do_not_depend_on_timin
         error = min(max(step_1["kl"] / 0.01 - 1, -0.2), 0.2)
         assert rows[2]["kl_coef"] == pytest.approx(0.05 * (1 + error * 8 / 20), rel=1e-9)
     assert len({rows[2]["kl_coef"] for rows in found}) == 1
+
+
+@pytest.mark.slow
+def test_samples_return_to_their_own_prompts(models: dict[str, str], tmp_path: Path) -> None:
+    """Case 22: two engines, five prompts, whatever finishes first."""
+    settings = {"method": "grpo", "train": {"rollout_batch_size": 5, "steps": 1}}
+    found = []
+    for seed, engines in enumerate([1, 2, 2, 2]):
+        made = recipe(models, tmp_path / str(seed), settings)
+        run_in_process(made, PROMPTS[:5], seed=seed, engines=engines)
+        rows = [json.loads(line) for line in RunFolder(made.output_dir).samples.read_text().splitlines()]
+        found.append({(row["group"], row["sample"]): (row["prompt"], row["response"], row["score"]) for row in rows})
+    assert {group: prompt for (group, _), (prompt, _, _) in found[0].items()} == {i: f"p{i}" for i in range(5)}
+    assert len({response for _, response, _ in found[0].values()}) == 10, "samples can be told apart"
+    assert all(other == found[0] for other in found[1:])
