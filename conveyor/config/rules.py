@@ -213,10 +213,15 @@ def _nodes(recipe: OnlineRecipe) -> Broken:
 
 
 def _weight_transfer(recipe: OnlineRecipe) -> Broken:
-    if recipe.pipeline.weight_transfer == "nccl" and recipe.role_group("actor") == recipe.role_group("rollout"):
+    given, group = recipe.pipeline.weight_transfer, recipe.role_group("actor")
+    if given not in ("nccl", "gloo"):
+        return
+    if given == "nccl" and group == recipe.role_group("rollout"):
         yield "pipeline.weight_transfer", "engines on the actor's GPUs: one GPU cannot be two members of an NCCL group; use object_store"
-    if recipe.pipeline.weight_transfer in ("nccl", "gloo") and recipe.rollout.engine != "vllm":
-        yield "pipeline.weight_transfer", f"{recipe.pipeline.weight_transfer} sends to vLLM's processes; of another engine use object_store"
+    elif group in recipe.sleeping_groups(gpus=given == "nccl"):
+        yield "pipeline.weight_transfer", f"the actor sleeps between its turns on {group}, and engines may ask then; use object_store"
+    if recipe.rollout.engine != "vllm":
+        yield "pipeline.weight_transfer", f"{given} sends to vLLM's processes; of another engine use object_store"
 
 
 def _evaluate(recipe: OnlineRecipe) -> Broken:

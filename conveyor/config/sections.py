@@ -266,7 +266,7 @@ class Pipeline(Section):
     weight_transfer: Literal["nccl", "gloo", "object_store"] | None = Field(
         None,
         description="how engines get weights: from the trainer's ranks over nccl (GPUs) or gloo, or through the object store in host "
-        "memory; default: nccl where engines have GPUs of their own",
+        "memory; default: nccl where actor and engines have GPUs of their own",
     )
     verify_sync: Flag = Field(False, description="compare a checksum per tensor on both sides of every sync")
     sleep: Flag | None = Field(

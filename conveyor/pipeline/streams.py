@@ -88,8 +88,9 @@ def transport_of(recipe: OnlineRecipe, devices: Literal["GPU", "CPU"]) -> Transp
             "pipeline.weight_transfer: nccl moves weights between GPUs, and the devices are CPU cores; use gloo or object_store"
         )
     if given is None:
-        apart = recipe.role_group("actor") != recipe.role_group("rollout") and recipe.rollout.engine == "vllm"
-        return "nccl" if devices == "GPU" and apart else None
+        group, awake = recipe.role_group("actor"), recipe.role_group("actor") not in recipe.sleeping_groups(gpus=devices == "GPU")
+        apart = awake and group != recipe.role_group("rollout")
+        return "nccl" if devices == "GPU" and apart and recipe.rollout.engine == "vllm" else None
     return None if given == "object_store" else given
 
 

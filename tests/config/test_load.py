@@ -311,6 +311,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "pipeline.weight_transfer: engines on the actor's GPUs: one GPU cannot be two members of an NCCL group; use object_store",
     ),
     (
+        base("grpo", pipeline={"weight_transfer": "nccl"}, roles={"score": "train"}, algorithm={"kl_coef": 0.1}),
+        "pipeline.weight_transfer: the actor sleeps between its turns on train, and engines may ask then; use object_store",
+    ),
+    (
         base("grpo", pipeline={"weight_transfer": "gloo"}, rollout={"engine": "transformers"}),
         "pipeline.weight_transfer: gloo sends to vLLM's processes; of another engine use object_store",
     ),

@@ -120,6 +120,7 @@ def test_which_way_weights_go(models: dict[str, str], tmp_path: Path) -> None:  
 
     assert way("GPU", {}) == "nccl"
     assert way("GPU", {"rollout": "train"}) is None
+    assert way("GPU", {"score": "train"}) is None, "the actor sleeps between its turns"
     assert way("CPU", {}) is None
     assert way("CPU", {}, weight_transfer="gloo") == "gloo"
     assert way("GPU", {}, weight_transfer="object_store") is None
