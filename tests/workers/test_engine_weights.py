@@ -23,7 +23,6 @@ from tests.conftest import rollout_engine
 from tests.workers.test_rollout import call, changed, prompt, published, same, transformers_logprobs
 
 PROMPTS = [prompt(i, 6 + 9 * i) for i in range(3)]
-pytestmark = pytest.mark.two_processes
 GIB = 2**30
 
 
