@@ -88,7 +88,8 @@ def transport_of(recipe: OnlineRecipe, devices: Literal["GPU", "CPU"]) -> Transp
             "pipeline.weight_transfer: nccl moves weights between GPUs, and the devices are CPU cores; use gloo or object_store"
         )
     if given is None:
-        apart = recipe.role_group("actor") != recipe.role_group("rollout") and recipe.rollout.engine == "vllm" and not recipe.adapter_travels
+        whole = recipe.rollout.engine == "vllm" and not recipe.adapter_travels
+        apart = whole and recipe.role_group("actor") != recipe.role_group("rollout")
         return "nccl" if devices == "GPU" and apart else None
     return None if given == "object_store" else given
 
