@@ -19,7 +19,7 @@ def broken_lora_rules(recipe: Common) -> Iterator[tuple[str, str]]:
     if lora.quantization is not None and recipe.train.zero_stage == 3:
         yield (
             "lora.quantization",
-            "a 4-bit weight is told from its bytes by a state that ZeRO-3 does not partition with it; use train.zero_stage 0, 1 or 2",
+            "4-bit weights are held whole by every rank, which cuts them into a quarter or an eighth; use train.zero_stage 0, 1 or 2",
         )
     if lora.quantization is not None and isinstance(recipe, OnlineRecipe) and recipe.score.zero_stage == 3:
         yield "lora.quantization", "score workers hold 4-bit weights whole; use score.zero_stage 0"

@@ -340,7 +340,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (base("grpo", lora={}, pipeline={"weight_transfer": "gloo"}), "pipeline.weight_transfer: an adapter is small"),
     (base("grpo", lora={}, rollout={"sleep": 2}), "rollout.sleep: 2 drops the base for good"),
     (base("grpo", lora={"rank": 513}), "lora.rank: vLLM serves adapters up to rank 512"),
-    (base("ppo", lora={"quantization": "nf4"}, train={"zero_stage": 3}), "lora.quantization: a 4-bit weight is told from its bytes"),
+    (base("ppo", lora={"quantization": "nf4"}, train={"zero_stage": 3}), "lora.quantization: 4-bit weights are held whole"),
     (
         base("grpo", lora={}, reference={"path": "r"}, algorithm={"kl_coef": 0.1, "reference_refresh": 2}),
         "algorithm.reference_refresh: the adapter that travels fits the base model",

@@ -113,14 +113,13 @@ def engine_process(path: Path, lora: sections.Lora, results: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "nf4"])
-def test_case_15_a_hundred_adapters_and_one_base(tmp_path: Path, quantization: Any) -> None:
-    """Log-probs are those of (W + s·BA)x after each install, with W in 4 bits too; the rest of a running sample is the new version's."""
-    path = save_tiny_policy(tmp_path / "policy", initializer_range=0.1, tie_word_embeddings=quantization is None)
-    lora = sections.Lora(rank=4, alpha=8.0, use_rslora=True, quantization=quantization)
+def test_case_15_a_hundred_adapters_and_one_base(tmp_path: Path) -> None:
+    """Log-probs are those of (W + s·BA)x after each install, with W in 4 bits; the rest of a running sample is the new version's."""
+    path = save_tiny_policy(tmp_path / "policy", initializer_range=0.1)
+    lora = sections.Lora(rank=4, alpha=8.0, use_rslora=True, quantization="nf4")
     process = multiprocessing.get_context("spawn").Process(target=engine_process, args=(path, lora, tmp_path / "found.pt"))
     process.start()
-    process.join(120)
+    process.join(240)
     assert process.exitcode == 0
     found = torch.load(tmp_path / "found.pt")
     assert len(found["differences"]) == 6 and all(difference.max() < 1e-5 for difference in found["differences"])
