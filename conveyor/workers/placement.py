@@ -240,8 +240,12 @@ def _cores_of(node: str) -> list[int]:
     if node == ray.get_runtime_context().get_node_id():
         return sorted(os.sched_getaffinity(0))
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    affinity: Any = ray.remote(os.sched_getaffinity)
-    return sorted(ray.get(affinity.options(num_cpus=0, scheduling_strategy=there).remote(0)))
+    affinity: Any = ray.remote(_own_cores)
+    return sorted(ray.get(affinity.options(num_cpus=0, scheduling_strategy=there).remote()))
+
+
+def _own_cores() -> set[int]:
+    return os.sched_getaffinity(0)
 
 
 def _thread_environment(cores: tuple[int, ...] | None) -> dict[str, str]:
