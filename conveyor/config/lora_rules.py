@@ -21,6 +21,8 @@ def broken_lora_rules(recipe: Common) -> Iterator[tuple[str, str]]:
             "lora.quantization",
             "4-bit weights are held whole by every rank, which cuts them into a quarter or an eighth; use train.zero_stage 0, 1 or 2",
         )
+    if lora.use_dora and recipe.train.zero_stage == 3:
+        yield "lora.use_dora", "lengths of weights come from whole ones, and ZeRO-3 cuts them up; use train.zero_stage 0, 1 or 2"
     if lora.quantization is not None and isinstance(recipe, OnlineRecipe) and recipe.score.zero_stage == 3:
         yield "lora.quantization", "score workers hold 4-bit weights whole; use score.zero_stage 0"
     if not isinstance(recipe, OnlineRecipe):

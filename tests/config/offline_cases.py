@@ -54,6 +54,7 @@ OFFLINE_RULES: list[tuple[dict[str, Any], str]] = [
     (offline("sft", ray={"placement": {"rollout": "spread"}}), "ray.placement.rollout: no device group rollout; there is train"),
     (loop("rso", ray={"placement": {"judge": "pack"}}), "ray.placement.judge: no device group judge; there is rollout, score, train"),
     (offline("sft", lora={"quantization": "nf4"}, train={"zero_stage": 3}), "lora.quantization: 4-bit weights are held whole"),
+    (offline("sft", lora={"use_dora": True}, train={"zero_stage": 3}), "lora.use_dora: lengths of weights come from whole ones"),
     (offline("sft", lora={"sync": "merged"}), "lora.sync: no engines follow this training"),
     (loop("rso", lora={"sync": "adapter"}), "lora.sync: no engines follow this training"),
     # pairs

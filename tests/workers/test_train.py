@@ -296,7 +296,7 @@ TWO_RANKS = {
     "by tokens": ("ppo", {"train": {"zero_stage": 2, "max_tokens_per_micro_batch": 16}} | SHORT),
     "pairs by tokens": ("online_dpo", {"pipeline": {"micro_batch_size": 2}, "train": {"max_tokens_per_micro_batch": 32}} | SHORT),
     "adapters": ("ppo", {"train": {"zero_stage": 3}, "lora": {"rank": 4}}),
-    "adapters, DoRA": ("grpo", {"train": {"zero_stage": 3}, "lora": {"rank": 4, "use_dora": True}}),
+    "adapters, DoRA": ("grpo", {"train": {"zero_stage": 2}, "lora": {"rank": 4, "use_dora": True}}),
     "adapters on 4 bits": (
         "grpo", {"train": {"zero_stage": 2}, "lora": {"rank": 4, "quantization": "nf4"}, "roles": {"reference": "train"}},
     ),
