@@ -128,6 +128,8 @@ def test_which_way_weights_go(models: dict[str, str], tmp_path: Path) -> None:  
     assert way("GPU", {"reference": "train"}) is None
     assert way("GPU", {"reference": "train"}, sleep=False) == "nccl"
     with pytest.raises(UserError, match=r"gloo: the trainer shares its devices and may be asleep"):
+        way("GPU", {"reference": "train"}, weight_transfer="gloo")
+    with pytest.raises(UserError, match=r"weight_transfer: the actor sleeps between its turns on train"):
         way("CPU", {"reference": "train"}, weight_transfer="gloo", sleep=True)
     with pytest.raises(UserError, match="nccl moves weights between GPUs"):
         way("CPU", {}, weight_transfer="nccl")
