@@ -20,7 +20,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from conveyor.config import UserError, sections
+from conveyor.config import sections
+from conveyor.errors import UserError
 from conveyor.models.quantized import check_quantization, forget_quantization
 
 HEAD = "score"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conveyor.config import UserError
 from conveyor.data.tokenizer import check_folder_or_hub_id
+from conveyor.errors import UserError
 from conveyor.run_folder import check_writable, complete_or_absent, is_filled
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from conveyor.config import UserError
+from conveyor.errors import UserError
 
 WHOLE = ("lm_head", "score")
 """Layers that stay as they are: those that give logits and scores."""

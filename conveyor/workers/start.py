@@ -125,10 +125,12 @@ class _Starting:
 
     def engines(self, running: list[Any] | None) -> list[Any]:
         recipe, group = self._recipe, self._rollout_group
+        if running:
+            return self._put_to_sleep("rollout", group, running)
         limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length
         rollout = engine_settings(recipe, self._placement.devices[group], sleeps=group in self._sleeping)
         settings = {"model": recipe.model, "rollout": rollout, "seed": recipe.seed, "max_model_len": limit, "lora": recipe.lora}
-        engines = running or [self._start(RolloutWorker, group, i, **settings) for i in range(self._placement.slots(group))]
+        engines = [self._start(RolloutWorker, group, i, **settings) for i in range(self._placement.slots(group))]
         return self._put_to_sleep("rollout", group, engines)
 
     def scorers(self) -> dict[str, list[Any]]:
