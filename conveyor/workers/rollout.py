@@ -195,7 +195,7 @@ class RolloutWorker:
         return self._command(self._sleep).result()
 
     def wake(self) -> Span:
-        """The memory back. Prompts are computed anew; otherwise the engine samples as if it had not slept."""
+        """The memory back, if it was given. Prompts are computed anew; otherwise the engine samples as if it had not slept."""
         return self._command(self._wake).result()
 
     def close(self) -> None:
@@ -359,7 +359,8 @@ class RolloutWorker:
 
     def _wake(self) -> Span:
         start = time.time()
-        self._engine.wake()
+        if self._engine.asleep:
+            self._engine.wake()
         return Span(start, time.time())
 
 

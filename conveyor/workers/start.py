@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 
 from conveyor.config import OnlineRecipe, RunError, sections
@@ -126,6 +127,7 @@ class _Starting:
     def engines(self, running: list[Any] | None) -> list[Any]:
         recipe, group = self._recipe, self._rollout_group
         if running:
+            ray.get([engine.wake.remote() for engine in running])  # the run before may have ended while they slept
             return self._put_to_sleep("rollout", group, running)
         limit = recipe.data.max_prompt_length + recipe.rollout.max_response_length
         rollout = engine_settings(recipe, self._placement.devices[group], sleeps=group in self._sleeping)
