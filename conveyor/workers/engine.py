@@ -21,6 +21,7 @@ class Engine(Protocol):
 
     version: int
     """Of the weights."""
+    asleep: bool
 
     def __bool__(self) -> bool:
         """Whether there is anything to sample."""
