@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed
 LOCK := requirements/cpu.txt requirements/dev.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-gpu bench learn lint smollm2 world
+.PHONY: help setup quickstart test test-all test-fast test-gpu bench learn lint smollm2 world
 
 help:
 	@echo "make setup       create $(VENV) with everything pinned (about 3 minutes, once)"
 	@echo "make quickstart  see a language model get better by RLHF, on a CPU"
-	@echo "make test        all tests"
+	@echo "make test        the tests that every change must pass"
+	@echo "make test-all    and the longest ones: runs over several nodes, predictions of the pages, what DeepSpeed keeps in memory"
 	@echo "make test-fast   the tests that need neither Ray nor vLLM"
 	@echo "make test-gpu    what only a GPU can tell: PYTHON=… names a Python with torch for CUDA, transformers and peft (5 minutes)"
 	@echo "make bench       measure speed against what is to be reached (about 20 minutes; leave the machine alone meanwhile)"
@@ -36,6 +37,10 @@ quickstart: $(STAMP)
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(RUN) -m pytest
+
+test-all: export OMP_NUM_THREADS := 1
+test-all: $(STAMP)
+	$(RUN) -m pytest -m ""
 
 test-fast: export OMP_NUM_THREADS := 1
 test-fast: $(STAMP)

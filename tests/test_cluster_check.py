@@ -83,6 +83,7 @@ def test_a_folder_tells_its_own_shape(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "devices.train" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cluster_of_ray_is_looked_at(tmp_path: Path) -> None:
     """Four nodes with eight GPUs each, as far as Ray knows."""

@@ -71,6 +71,7 @@ def test_every_prediction_is_there_and_named_one(maker: ModuleType) -> None:
         assert [row[:2] for row in rows(table)] == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_prediction_is_what_the_simulator_says(maker: ModuleType) -> None:
     """Not to the last digit: small changes of a cost need not have all of them made anew."""

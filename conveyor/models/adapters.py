@@ -12,17 +12,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conveyor.config import sections
 from conveyor.errors import UserError
 from conveyor.models.quantized import check_quantization, forget_quantization
+
+if TYPE_CHECKING:  # peft takes two seconds to import, and every worker of every run imports this
+    from peft import LoraConfig
 
 HEAD = "score"
 """The layer of a scalar model that is trained as a whole."""
@@ -37,6 +38,8 @@ def add_adapter(model: PreTrainedModel, lora: sections.Lora, seed: int = 0) -> N
     Raises:
         UserError: no linear layer has a name of `target_modules`.
     """
+    from peft import inject_adapter_in_model
+
     targets = _targets(model, lora)
     model.requires_grad_(False)
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -79,6 +82,8 @@ def _targets(model: PreTrainedModel, lora: sections.Lora) -> Iterable[str]:
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Meanwhile the model computes with its frozen weights alone. A scalar head stays as it is trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     # peft switches gradients off and on with the adapters, of those too that were frozen.
     trained = {parameter: parameter.requires_grad for layer in layers for parameter in layer.parameters()}
@@ -116,6 +121,8 @@ def merged(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
         weights: (name, full tensor, dequantised) of the model with adapters, each layer's side by side; a tensor need stay
             valid only until the next one is asked for.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
     def layer_of(entry: tuple[str, Tensor]) -> str | None:
@@ -146,6 +153,8 @@ def merged_weight(layer: dict[str, Tensor], scaling: float) -> Tensor:
 
 def lora_config(lora: sections.Lora, targets: Iterable[str], **settings: Any) -> LoraConfig:
     """peft's words for the same."""
+    from peft import LoraConfig
+
     alpha: Any = lora.alpha  # peft declares a whole number, and scales by any
     return LoraConfig(
         r=lora.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(targets), use_rslora=lora.use_rslora,

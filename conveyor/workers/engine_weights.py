@@ -84,8 +84,9 @@ def open_stream(worker: Any, transport: Transport, address: str, port: int, size
 
         from conveyor.workers.gloo_transfer import GlooWeightTransferEngine
 
-        model = worker.get_model()
-        worker.weight_transfer_engine = GlooWeightTransferEngine(WeightTransferConfig(), worker.vllm_config, worker.device, model)
+        # In a process of its own a worker comes wrapped, and attributes set on the wrapper stay there.
+        own = getattr(worker, "worker", worker)
+        own.weight_transfer_engine = GlooWeightTransferEngine(WeightTransferConfig(), own.vllm_config, own.device, own.get_model())
     packed = {"packed": True, "packed_buffer_size_bytes": CHUNK_BYTES}
     worker.init_weight_transfer_engine({"master_address": address, "master_port": port, "rank_offset": 1, "world_size": size, **packed})
 

@@ -55,6 +55,8 @@ def start_engine(
         max_model_len=max_model_len,
         max_num_seqs=rollout.max_concurrent_requests,
         tensor_parallel_size=rollout.tensor_parallel_size,
+        # An engine's devices are of one node. Within a Ray actor vLLM would ask Ray for more of them.
+        distributed_executor_backend="mp" if rollout.tensor_parallel_size > 1 else None,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_sleep_mode=bool(rollout.sleep) and not current_platform.is_cpu(),
         enforce_eager=current_platform.is_cpu() if rollout.enforce_eager is None else rollout.enforce_eager,

@@ -17,6 +17,7 @@ CASES: list[Case] = [("float32", 0), ("float32", 2), ("bfloat16", 1), ("bfloat16
 STATES = ("trained weights", "gradients", "optimizer")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_engine_keeps_what_the_planner_counts(tmp_path: Path) -> None:
     spawn(count, 2, tmp_path, CASES)

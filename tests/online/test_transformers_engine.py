@@ -17,6 +17,7 @@ from tests.online.conftest import Finished, Make
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_training_with_held_out_prompts_then_generate(
     ray_session: None, kept: KeptWorkers, make_recipe: Make, tiny_policy: Path, prompts_file: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_grpo_over_two_nodes(tmp_path: Path, tiny_policy: Path) -> None:
     """Ranks that meet across nodes, weights that travel to an engine by both object stores, reward functions beside the driver."""

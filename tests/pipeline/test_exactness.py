@@ -166,7 +166,7 @@ def same_bits(one: RunFolder, other: RunFolder) -> bool:
 
 def lines_of(folder: RunFolder) -> list[dict[str, Any]]:
     """Metrics that tell nothing of time."""
-    timed = ("time/", "idle/", "pipeline/", "tokens_per_second")
+    timed = ("time/", "idle/", "pipeline/", "sync/", "tokens_per_second")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in read_metrics(folder.metrics)]
 
 

@@ -29,7 +29,7 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def parallel(ray_session: None, tied_policy: Path) -> Iterator[Any]:
     """Two processes, with the model's one key/value head on both; the last test ends it."""
-    with rollout_engine(tied_policy, tensor_parallel_size=2, engine_args={"max_num_partial_prefills": 1, "seed": 11}) as started:
+    with rollout_engine(tied_policy, tensor_parallel_size=2, engine_args={"max_logprobs": 7, "seed": 11}) as started:
         yield started
 
 
@@ -58,6 +58,7 @@ def test_a_bucket_lives_on_in_what_was_mapped_from_it() -> None:
     assert not Path(file.path).exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_compute_with_the_weights_that_were_installed(parallel: Any, model: torch.nn.Module, tied_policy: Path) -> None:
     """Case 15, tensor parallel: before and after two installs, in many small buckets; a damaged tensor is named."""
@@ -80,6 +81,7 @@ def test_two_processes_compute_with_the_weights_that_were_installed(parallel: An
     assert call(parallel.install.remote(damaged)).mismatched == (bucket.places[-1].name,)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_trainer_sends_to_both_processes(parallel: Any, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the trainer's rank."""
@@ -103,6 +105,7 @@ def test_the_trainer_sends_to_both_processes(parallel: Any, model: torch.nn.Modu
         check(parallel, model, version)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_second_sample_of_a_group_finds_its_prompt_in_the_cache(parallel: Any) -> None:
     """Prefix caching is on by default; blocks are of 128 tokens on CPU."""
@@ -112,6 +115,7 @@ def test_the_second_sample_of_a_group_finds_its_prompt_in_the_cache(parallel: An
     assert (first, second) == ([0], [256])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_asleep_it_has_no_cache_and_awake_it_samples_as_before(parallel: Any, model: torch.nn.Module) -> None:
     call(parallel.install.remote(published(changed(model, 5), 5)))
@@ -131,6 +135,7 @@ def test_asleep_it_has_no_cache_and_awake_it_samples_as_before(parallel: Any, mo
     assert all(map(same, asleep, check(parallel, model, 6))), "as if it had been awake"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sleeping_engine_takes_no_samples(parallel: Any) -> None:
     call(parallel.sleep.remote())

@@ -128,6 +128,7 @@ def test_workers_start_on_their_slots(ray_session: None) -> None:
     assert ray.is_initialized()  # it was not started by the placement
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cluster_of_several_nodes() -> None:
     """Three nodes of 8, 8 and 4 GPUs that are numbers only, on this machine; in a process of its own, for a process has one Ray."""
@@ -137,10 +138,12 @@ def test_a_cluster_of_several_nodes() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["pack"] == {"rollout": [0, 0], "train": [1] * 6}
-    assert found["spread"] == {"rollout": [0, 0, 1, 1, 2, 2]}
+    spread = found["spread"]["rollout"]  # freed devices are told late, so nodes may come in another order
+    assert sorted(spread) == [0, 0, 1, 1, 2, 2] and spread[::2] == spread[1::2]
     assert found["strict_pack"] == {"score": [2] * 4, "train": [0] * 8}
     assert found["strict_spread"] == {"train": [0, 1, 2]}
-    assert found["engines spread, a train group together"] == {"rollout": [1, 2], "train": [0] * 8}
+    together = found["engines spread, a train group together"]
+    assert len(set(together["train"])) == 1 and len({*together["rollout"], together["train"][0]}) == 3
     assert found["fractions"] == {"rollout": [2], "score": [2], "train": [2]}
     assert found["beside"]["rollout"] in ([0] * 8, [1] * 8)  # whichever the other reservation left whole
     for case, said in {
