@@ -70,13 +70,7 @@ class EngineRequests:
         self, token_ids: Sequence[int], done: Callable[[Sampled], None], *, seed: int, temperature: float | None = None,
         max_tokens: int | None = None, stop: Sequence[str] = (),
     ) -> str:  # fmt: skip
-        """Start a request, and call `done` at its end; returns its name.
-
-        Args:
-            temperature: default: the recipe's; 0 takes the likeliest tokens.
-            max_tokens: default: the recipe's `max_response_length`.
-            stop: strings that end it, beside the recipe's.
-        """
+        """Start a request, and call `done` at its end; returns its name. Arguments as of `Engine.add`."""
         assert not self.asleep, "a sample was submitted to a sleeping engine"
         assert self._weights == "here", "rollout.sleep 2 dropped the weights, and a sample was submitted before others were installed"
         request, name = _Request(done, self.version), str(self._count)

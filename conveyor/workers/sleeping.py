@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -10,16 +11,16 @@ from typing import Any
 from conveyor.models.parking import Parking
 
 
-class Sleeper:
+class Sleeper(ABC):
     """A worker whose device memory waits in host memory between `sleep` and `wake`, and is then what it was, bit for bit."""
 
     @cached_property
     def _parking(self) -> Parking:
         return Parking()
 
+    @abstractmethod
     def _memory(self) -> Any:
         """What holds the tensors that are to leave the device."""
-        raise NotImplementedError
 
     def sleep(self) -> int:
         """Leave the device; returns the bytes given back. Nothing but `wake` may come next, and what needs no device."""
